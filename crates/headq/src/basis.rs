@@ -1,0 +1,374 @@
+//! Bases of the logit correction: where the side code lives, derived in closed form from calibration statistics.
+//!
+//! A basis family is one function from a head's moments to an encoder W and a decoder U, `[head_dim, rank]` each; [`fit_head`] is
+//! the registry.
+
+use burn::tensor::TensorData;
+use nalgebra::{DMatrix, DVector, SymmetricEigen};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use rand_distr::StandardNormal;
+use rayon::prelude::*;
+
+use crate::Error;
+use crate::scheme::{Family, Scope, SideScheme};
+use crate::stats::{LayerStats, Moments};
+
+/// Eigenvalues of C_q are floored at this share of the largest before C_q^{−½} is formed.
+pub const SCORE_OPTIMAL_FLOOR: f64 = 1e-6;
+
+/// Encoders W and decoders U of every layer and side head.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Basis {
+    /// Family it was derived by.
+    pub family: Family,
+    /// One basis per KV head or per query head.
+    pub scope: Scope,
+    /// Layers of the model.
+    pub layers: usize,
+    /// Bases per layer: KV heads or query heads.
+    pub side_heads: usize,
+    /// Head width d.
+    pub head_dim: usize,
+    /// Rank r.
+    pub rank: usize,
+    /// U: `[layers, side_heads, head_dim, rank]`, row-major.
+    pub decoder: Vec<f32>,
+    /// W, as `decoder`; `None` where W = U (orthonormal).
+    pub encoder: Option<Vec<f32>>,
+}
+
+impl Basis {
+    /// Derives a basis of any family but `learned` from statistics.
+    ///
+    /// `seed` matters to `random` only.
+    ///
+    /// # Errors
+    /// [`Error::Basis`] if the rank exceeds the head width, the statistics lack what the family needs, or they are not finite.
+    pub fn fit(stats: &[LayerStats], family: Family, rank: usize, scope: Scope, seed: u64) -> Result<Self, Error> {
+        let fail = |reason: String| Error::Basis { family: family.to_string(), reason };
+        let first = stats.first().ok_or_else(|| fail("the statistics have no layers".into()))?;
+        let (heads, kv_heads, head_dim) = (first.q.len(), first.k.len(), first.k[0].sum.len());
+        if rank == 0 || rank > head_dim {
+            return Err(fail(format!("rank {rank} is outside 1 to the head width {head_dim}")));
+        }
+        let side_heads = match scope {
+            Scope::KvHead => kv_heads,
+            Scope::QueryHead => heads,
+        };
+        let fitted: Vec<_> = (0..stats.len() * side_heads)
+            .into_par_iter()
+            .map(|i| {
+                let (layer, head) = (i / side_heads, i % side_heads);
+                let (q, kv_head) = match scope {
+                    Scope::KvHead => (stats[layer].pooled_queries(head), head),
+                    Scope::QueryHead => (stats[layer].q[head].clone(), head / (heads / kv_heads)),
+                };
+                fit_head(family, rank, &q, &stats[layer].e[kv_head], head_seed(seed, layer, head))
+                    .map_err(|reason| fail(format!("layer {layer}, head {head}: {reason}")))
+            })
+            .collect::<Result<_, _>>()?;
+        let flat = |pick: &dyn Fn(&HeadBasis) -> &DMatrix<f64>| -> Vec<f32> {
+            fitted.iter().flat_map(|f| pick(f).transpose().iter().map(|&v| v as f32).collect::<Vec<_>>()).collect()
+        };
+        Ok(Self {
+            family,
+            scope,
+            layers: stats.len(),
+            side_heads,
+            head_dim,
+            rank,
+            decoder: flat(&|f| &f.decoder),
+            encoder: (!family.tied()).then(|| flat(&|f| f.encoder.as_ref().unwrap_or(&f.decoder))),
+        })
+    }
+
+    /// Checks the basis against a scheme and a model's shape.
+    ///
+    /// # Errors
+    /// [`Error::Basis`] naming what disagrees.
+    pub fn check(
+        &self,
+        side: &SideScheme,
+        layers: usize,
+        heads: usize,
+        kv_heads: usize,
+        head_dim: usize,
+    ) -> Result<(), Error> {
+        let side_heads = match side.scope {
+            Scope::KvHead => kv_heads,
+            Scope::QueryHead => heads,
+        };
+        let pairs = [
+            ("family", self.family.to_string(), side.family.to_string()),
+            ("rank", self.rank.to_string(), side.rank.to_string()),
+            ("scope", self.scope.to_string(), side.scope.to_string()),
+            ("layers", self.layers.to_string(), layers.to_string()),
+            ("heads", self.side_heads.to_string(), side_heads.to_string()),
+            ("head width", self.head_dim.to_string(), head_dim.to_string()),
+        ];
+        match pairs.iter().find(|(_, have, want)| have != want) {
+            None => Ok(()),
+            Some((what, have, want)) => Err(Error::Basis {
+                family: self.family.to_string(),
+                reason: format!("the basis has {what} {have}, the scheme and model need {want}"),
+            }),
+        }
+    }
+
+    /// Whether one orthonormal matrix is encoder and decoder.
+    pub fn is_tied(&self) -> bool {
+        self.encoder.is_none()
+    }
+
+    /// U of one layer: `[side_heads, head_dim, rank]`.
+    pub fn decoder_of(&self, layer: usize) -> TensorData {
+        self.layer(&self.decoder, layer)
+    }
+
+    /// W of one layer: `[side_heads, head_dim, rank]`.
+    pub fn encoder_of(&self, layer: usize) -> TensorData {
+        self.layer(self.encoder.as_ref().unwrap_or(&self.decoder), layer)
+    }
+
+    fn layer(&self, all: &[f32], layer: usize) -> TensorData {
+        let size = self.side_heads * self.head_dim * self.rank;
+        TensorData::new(all[layer * size..(layer + 1) * size].to_vec(), [self.side_heads, self.head_dim, self.rank])
+    }
+}
+
+/// Encoder and decoder of one head.
+#[derive(Debug, Clone)]
+pub struct HeadBasis {
+    /// U: `[head_dim, rank]`
+    pub decoder: DMatrix<f64>,
+    /// W: `[head_dim, rank]`; `None` where W = U.
+    pub encoder: Option<DMatrix<f64>>,
+}
+
+impl HeadBasis {
+    fn tied(decoder: DMatrix<f64>) -> Self {
+        Self { decoder, encoder: None }
+    }
+}
+
+/// The registry of families: a head's moments of queries and residuals → its basis.
+///
+/// # Errors
+/// What is missing or not finite, in words.
+pub fn fit_head(family: Family, rank: usize, q: &Moments, e: &Moments, seed: u64) -> Result<HeadBasis, String> {
+    let needs = |m: &Moments, what: &str| match (m.n, m.outer.iter().all(|v| v.is_finite())) {
+        (0, _) => Err(format!("the statistics hold no {what}")),
+        (_, false) => Err(format!("the {what} in the statistics are not finite")),
+        _ => Ok(()),
+    };
+    match family {
+        Family::QueryPca => {
+            needs(q, "queries")?;
+            Ok(HeadBasis::tied(top_eigenvectors(q.second(), rank)))
+        }
+        Family::QueryPcaCentered => {
+            needs(q, "queries")?;
+            Ok(HeadBasis::tied(top_eigenvectors(q.covariance(), rank)))
+        }
+        Family::ResidualPca => {
+            needs(e, "residuals")?;
+            Ok(HeadBasis::tied(top_eigenvectors(e.second(), rank)))
+        }
+        Family::Random => Ok(HeadBasis::tied(haar(q.sum.len(), rank, seed))),
+        Family::ScoreOptimal => {
+            needs(q, "queries")?;
+            needs(e, "residuals")?;
+            score_optimal(q.second(), e.covariance(), rank)
+        }
+        Family::Learned => Err("is trained, not derived from statistics; give a basis artifact".into()),
+    }
+}
+
+/// Eigenvalues in descending order with their eigenvectors as columns, signs fixed so that results repeat across machines.
+pub fn descending_eigen(x: DMatrix<f64>) -> (DVector<f64>, DMatrix<f64>) {
+    let eigen = SymmetricEigen::new(x);
+    let mut order: Vec<usize> = (0..eigen.eigenvalues.len()).collect();
+    order.sort_by(|&a, &b| eigen.eigenvalues[b].total_cmp(&eigen.eigenvalues[a]));
+    let values = DVector::from_iterator(order.len(), order.iter().map(|&i| eigen.eigenvalues[i]));
+    let columns: Vec<DVector<f64>> = order
+        .iter()
+        .map(|&i| {
+            let v = eigen.eigenvectors.column(i).into_owned();
+            let largest = v[v.icamax()];
+            if largest < 0.0 { -v } else { v }
+        })
+        .collect();
+    (values, DMatrix::from_columns(&columns))
+}
+
+fn top_eigenvectors(x: DMatrix<f64>, rank: usize) -> DMatrix<f64> {
+    descending_eigen(x).1.columns(0, rank).into_owned()
+}
+
+/// W = C_q^{½}V and U = C_q^{−½}V with V the top eigenvectors of C_q^{½} C_e C_q^{½}.
+///
+/// Among all rank-r corrections U Wᵀe of a residual e it leaves the least E[(qᵀ(e − UWᵀe))²] = tr C_q (I − UWᵀ) C_e (I − UWᵀ)ᵀ.
+fn score_optimal(c_q: DMatrix<f64>, c_e: DMatrix<f64>, rank: usize) -> Result<HeadBasis, String> {
+    let (values, vectors) = descending_eigen(c_q);
+    let floor = values[0] * SCORE_OPTIMAL_FLOOR;
+    if floor.is_nan() || floor <= 0.0 {
+        return Err("all queries in the statistics are zero".into());
+    }
+    let roots = values.map(|v| v.max(floor).sqrt());
+    let half = &vectors * DMatrix::from_diagonal(&roots) * vectors.transpose();
+    let inverse_half = &vectors * DMatrix::from_diagonal(&roots.map(|v| 1.0 / v)) * vectors.transpose();
+    let top = top_eigenvectors(crate::stats::symmetric(&half * c_e * &half), rank);
+    Ok(HeadBasis { decoder: inverse_half * &top, encoder: Some(half * top) })
+}
+
+/// A Haar-random orthonormal `[width, rank]`: QR of a Gaussian matrix with the signs of R's diagonal made positive.
+fn haar(width: usize, rank: usize, seed: u64) -> DMatrix<f64> {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed);
+    let gaussian = DMatrix::from_fn(width, rank, |_, _| rng.sample::<f64, _>(StandardNormal));
+    let qr = gaussian.qr();
+    let signs = qr.r().diagonal().map(|v| if v < 0.0 { -1.0 } else { 1.0 });
+    qr.q() * DMatrix::from_diagonal(&signs)
+}
+
+/// A stream of its own for each layer and head (SplitMix64 of the three numbers).
+fn head_seed(seed: u64, layer: usize, head: usize) -> u64 {
+    [layer as u64, head as u64].into_iter().fold(seed, |state, next| {
+        let mut z = state.wrapping_add(next.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    })
+}
+
+/// Share of the expected squared score error E[(qᵀe)²] that rank-r correction U Wᵀ removes, before side quantization.
+///
+/// 1 − tr C_q (I − UWᵀ) C_e (I − UWᵀ)ᵀ / tr C_q C_e, with C_q uncentered and C_e centred (a constant residual is softmax-null).
+/// `None` where there is no score error to remove.
+pub fn captured_share(q: &Moments, e: &Moments, basis: &HeadBasis) -> Option<f64> {
+    let (c_q, c_e) = (q.second(), e.covariance());
+    let total = (&c_q * &c_e).trace();
+    if total.is_nan() || total <= 0.0 {
+        return None;
+    }
+    let width = c_q.nrows();
+    let left =
+        DMatrix::identity(width, width) - &basis.decoder * basis.encoder.as_ref().unwrap_or(&basis.decoder).transpose();
+    Some(1.0 - (c_q * &left * c_e * left.transpose()).trace() / total)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Rows with a chosen, uneven spectrum and a mean.
+    fn moments(seed: u64, width: usize, shift: f64) -> Moments {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let mix = DMatrix::from_fn(width, width, |_, j| rng.sample::<f64, _>(StandardNormal) / (1.0 + j as f64));
+        let mut m = Moments::new(width);
+        let rows: Vec<f32> = (0..200)
+            .flat_map(|_| {
+                let x = DVector::from_fn(width, |_, _| rng.sample::<f64, _>(StandardNormal));
+                (&mix * x).iter().map(|v| (v + shift) as f32).collect::<Vec<_>>()
+            })
+            .collect();
+        m.add(&rows);
+        m
+    }
+
+    #[test]
+    fn tied_families_are_orthonormal_at_every_rank() {
+        let (q, e) = (moments(1, 8, 0.5), moments(2, 8, 0.1));
+        for family in Family::ALL.iter().copied().filter(|f| f.tied()) {
+            for rank in [1, 3, 8] {
+                let u = fit_head(family, rank, &q, &e, 7).unwrap().decoder;
+                assert!((u.transpose() * &u - DMatrix::identity(rank, rank)).norm() < 1e-10, "{family} {rank}");
+            }
+        }
+    }
+
+    #[test]
+    fn query_pca_maximises_the_captured_query_energy() {
+        let (q, e) = (moments(1, 8, 0.5), moments(2, 8, 0.1));
+        let energy = |u: &DMatrix<f64>| (u.transpose() * q.second() * u).trace();
+        let best = energy(&fit_head(Family::QueryPca, 3, &q, &e, 0).unwrap().decoder);
+        for seed in 0..200 {
+            assert!(energy(&haar(8, 3, seed)) < best);
+        }
+    }
+
+    #[test]
+    fn score_optimal_removes_more_score_error_than_any_other_correction() {
+        let (q, e) = (moments(1, 8, 0.5), moments(2, 8, 0.1));
+        let share = |b: &HeadBasis| captured_share(&q, &e, b).unwrap();
+        let best = fit_head(Family::ScoreOptimal, 3, &q, &e, 0).unwrap();
+        for family in [Family::QueryPca, Family::QueryPcaCentered, Family::ResidualPca, Family::Random] {
+            assert!(share(&fit_head(family, 3, &q, &e, 0).unwrap()) < share(&best), "{family}");
+        }
+        // It is a stationary point, too: small changes of W or U make it worse.
+        for seed in 0..100 {
+            let nudge = haar(8, 3, seed) * 1e-3;
+            let encoder = best.encoder.as_ref().unwrap();
+            let moved = HeadBasis { decoder: &best.decoder + &nudge, encoder: Some(encoder.clone()) };
+            assert!(share(&moved) < share(&best));
+            let moved = HeadBasis { decoder: best.decoder.clone(), encoder: Some(encoder + nudge) };
+            assert!(share(&moved) < share(&best));
+        }
+        assert!(
+            (share(&fit_head(Family::ScoreOptimal, 8, &q, &e, 0).unwrap()) - 1.0).abs() < 1e-9,
+            "full rank removes all"
+        );
+    }
+
+    #[test]
+    fn captured_share_agrees_with_samples() {
+        let mut rng = ChaCha8Rng::seed_from_u64(5);
+        let mut draw = |n: usize| -> Vec<f32> { (0..n * 4).map(|_| rng.sample::<f32, _>(StandardNormal)).collect() };
+        let (queries, residuals) = (draw(60), draw(50));
+        let (mut q, mut e) = (Moments::new(4), Moments::new(4));
+        q.add(&queries);
+        e.add(&residuals);
+        let basis = fit_head(Family::ScoreOptimal, 2, &q, &e, 0).unwrap();
+        let (u, w) = (&basis.decoder, basis.encoder.as_ref().unwrap());
+        let mean = e.mean();
+        let (mut before, mut after) = (0.0, 0.0);
+        for q in queries.chunks(4) {
+            let q = DVector::from_iterator(4, q.iter().map(|&v| f64::from(v)));
+            for e in residuals.chunks(4) {
+                let e = DVector::from_iterator(4, e.iter().map(|&v| f64::from(v))) - &mean;
+                before += q.dot(&e).powi(2);
+                after += q.dot(&(&e - u * (w.transpose() * &e))).powi(2);
+            }
+        }
+        assert!((captured_share(&q, &e, &basis).unwrap() - (1.0 - after / before)).abs() < 1e-9);
+    }
+
+    #[test]
+    fn random_bases_repeat_by_seed_and_differ_by_head() {
+        let mut stats = LayerStats::new(4, 2, 6);
+        stats.add(&[1.0; 24], &[1.0; 12], &[1.0; 12], &[1.0; 12]);
+        let fit = |seed| Basis::fit(std::slice::from_ref(&stats), Family::Random, 2, Scope::KvHead, seed).unwrap();
+        assert_eq!(fit(1), fit(1));
+        assert_ne!(fit(1).decoder, fit(2).decoder);
+        assert_ne!(fit(1).decoder[..12], fit(1).decoder[12..]);
+    }
+
+    #[test]
+    fn degenerate_statistics_are_reported() {
+        let mut stats = LayerStats::new(2, 1, 4);
+        let fit = |stats: &LayerStats, family, rank| {
+            Basis::fit(std::slice::from_ref(stats), family, rank, Scope::KvHead, 0)
+                .map(|_| ())
+                .map_err(|e| e.to_string())
+        };
+        assert!(
+            fit(&stats, Family::QueryPca, 2).unwrap_err().contains("layer 0, head 0: the statistics hold no queries")
+        );
+        stats.add(&[0.0; 16], &[0.0; 8], &[0.0; 8], &[0.0; 8]);
+        assert!(fit(&stats, Family::QueryPca, 2).is_ok());
+        assert!(fit(&stats, Family::ScoreOptimal, 2).unwrap_err().contains("all queries in the statistics are zero"));
+        assert!(fit(&stats, Family::QueryPca, 5).unwrap_err().contains("rank 5 is outside 1 to the head width 4"));
+        stats.add(&[f32::NAN; 8], &[], &[], &[]);
+        assert!(fit(&stats, Family::QueryPca, 2).unwrap_err().contains("not finite"));
+    }
+}

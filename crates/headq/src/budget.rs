@@ -1,0 +1,128 @@
+//! What a scheme stores, in bits and bytes, all in.
+//!
+//! *Code bits* are bits per coded element: codes, scales, zeros and side codes. *Cache bits* are the mean bits per element of
+//! everything a cache holds at a context, dense window, half-filled group and sinks included at 16 bits each. *Bytes per token*
+//! are cache bits times the elements that one token has in the whole model.
+
+use serde::{Deserialize, Serialize};
+
+use crate::quant::Axis;
+use crate::scheme::{Flush, KeyScheme, Scheme, Scope};
+
+/// Bits of a dense element: caches of full precision hold half floats.
+pub const DENSE_BITS: f64 = 16.0;
+
+/// The shape of a model's attention.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HeadShape {
+    /// Layers.
+    pub layers: usize,
+    /// Query heads per layer.
+    pub heads: usize,
+    /// KV heads per layer.
+    pub kv_heads: usize,
+    /// Head width.
+    pub head_dim: usize,
+}
+
+/// Stored size of a scheme at a context.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Budget {
+    /// Code bits per coded key element; 16 for dense keys.
+    pub key_bits: f64,
+    /// Code bits per coded value element; 16 for dense values.
+    pub value_bits: f64,
+    /// Mean bits per key and value element of all that the cache holds, averaged over the evaluated query positions.
+    pub cache_bits: f64,
+    /// Bytes per cached token, all layers, keys and values, averaged in the same way.
+    pub bytes_per_token: f64,
+}
+
+/// Code bits per coded key element.
+pub fn key_code_bits(key: &KeyScheme, shape: &HeadShape) -> f64 {
+    let base = f64::from(key.base.bits) + Axis::of_key(&key.base).meta_bits(shape.head_dim, key.base.meta);
+    let side = key.side.map_or(0.0, |side| {
+        let copies = match side.scope {
+            Scope::KvHead => 1.0,
+            Scope::QueryHead => (shape.heads / shape.kv_heads) as f64,
+        };
+        let code =
+            f64::from(side.bits) + Axis::of_side(&side, key.base.flush.group).meta_bits(side.rank, key.base.meta);
+        copies * side.rank as f64 * code / shape.head_dim as f64
+    });
+    base + side
+}
+
+/// Mean bits per element over the contexts `1..=context` of tokens of which some are coded.
+fn mean_bits(code_bits: f64, flush: Option<Flush>, context: usize) -> f64 {
+    let Some(flush) = flush else { return DENSE_BITS };
+    let at = |t: usize| {
+        let coded = flush.flushed(t) as f64 / (t + 1) as f64;
+        coded * code_bits + (1.0 - coded) * DENSE_BITS
+    };
+    (0..context).map(at).sum::<f64>() / context as f64
+}
+
+impl Budget {
+    /// The budget of `scheme` in windows of `context` tokens, of which all but the last are evaluated query positions.
+    pub fn of(scheme: &Scheme, shape: &HeadShape, context: usize) -> Self {
+        let key_bits = scheme.key.as_ref().map_or(DENSE_BITS, |k| key_code_bits(k, shape));
+        let value_bits = scheme
+            .value
+            .as_ref()
+            .map_or(DENSE_BITS, |v| f64::from(v.bits) + Axis::Channels(v.channels).meta_bits(shape.head_dim, v.meta));
+        let positions = context.saturating_sub(1).max(1);
+        let keys = mean_bits(key_bits, scheme.key.map(|k| k.base.flush), positions);
+        let values = mean_bits(value_bits, scheme.value.map(|v| v.flush(scheme.key.as_ref())), positions);
+        let cache_bits = (keys + values) / 2.0;
+        let elements = (2 * shape.layers * shape.kv_heads * shape.head_dim) as f64;
+        Self { key_bits, value_bits, cache_bits, bytes_per_token: cache_bits * elements / 8.0 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SMOLLM2: HeadShape = HeadShape { layers: 30, heads: 9, kv_heads: 3, head_dim: 64 };
+
+    fn budget(scheme: &str, context: usize) -> Budget {
+        Budget::of(&scheme.parse().unwrap(), &SMOLLM2, context)
+    }
+
+    #[test]
+    fn code_bits_count_scales_zeros_and_side_codes() {
+        for (scheme, bits) in [
+            ("kivi-2(g=32)", 3.0),
+            ("kivi-2(g=128)", 2.25),
+            ("kivi-2(g=32,meta=f32)", 4.0),
+            ("token-8(c=32)", 9.0),
+            ("token-4", 4.5),
+            ("kivi-2(g=32)+query-pca(rank=4,bits=4)", 3.3125),
+            ("kivi-2(g=32)+query-pca(rank=4,bits=4,scales=token)", 3.0 + (16.0 + 32.0) / 64.0),
+            ("kivi-2(g=32)+query-pca(rank=4,bits=4,scope=query-head)", 3.0 + 3.0 * 0.3125),
+        ] {
+            assert!((budget(scheme, 512).key_bits - bits).abs() < 1e-12, "{scheme}");
+        }
+        assert_eq!(budget("dense/token-2(c=32)", 512).value_bits, 3.0);
+        assert_eq!(budget("dense", 512).cache_bits, 16.0);
+        assert_eq!(budget("dense", 512).bytes_per_token, 23040.0);
+    }
+
+    #[test]
+    fn cache_bits_count_everything_that_is_held() {
+        // Position by position, from the definition: 2 sinks and 1 to 4 newest tokens dense, groups of 3 in codes of 2 + 32/3 bits.
+        let code = 2.0 + 32.0 / 3.0;
+        let coded = [0, 0, 0, 0, 0, 3, 3, 3, 6];
+        let keys: f64 = coded
+            .iter()
+            .enumerate()
+            .map(|(t, &n)| (n as f64 * code + (t + 1 - n) as f64 * 16.0) / (t + 1) as f64)
+            .sum();
+        let found = budget("kivi-2(g=3,r=1,sinks=2)", 10).cache_bits;
+        assert!((found - (keys / 9.0 + 16.0) / 2.0).abs() < 1e-12);
+        // Values follow the key's window unless they say otherwise.
+        let both = budget("kivi-2(g=3,r=1,sinks=2)/token-2(c=3)", 10).cache_bits;
+        assert!((both - keys / 9.0).abs() < 1e-9);
+    }
+}

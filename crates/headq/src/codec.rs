@@ -1,0 +1,175 @@
+//! One layer's codec: base and side codes of whole groups, and what the cache reads them as.
+
+use burn::module::{Module, Param};
+use burn::tensor::{Bool, Device, Tensor, TensorData};
+
+use crate::basis::Basis;
+use crate::quant::{base_read_back, side_read_back, value_read_back};
+use crate::scheme::{Flush, KeyScheme, Scheme};
+
+/// Keys as read from codes: the base reconstruction and the side code, never summed (E9).
+#[derive(Debug, Clone)]
+pub struct CodedKeys {
+    /// k̂: `[batch, kv_heads, tokens, head_dim]`
+    pub base: Tensor<4>,
+    /// ẑ, times the sign of the correction: `[batch, side_heads, tokens, rank]`
+    pub side: Option<Tensor<4>>,
+}
+
+/// The HeadQ codec and attention of one layer, as a Burn module: its parameters are the basis.
+#[derive(Module, Debug)]
+pub struct HeadqAttention {
+    /// W: `[side_heads, head_dim, rank]`; `None` where W = U.
+    pub(crate) encoder: Option<Param<Tensor<3>>>,
+    /// U: `[side_heads, head_dim, rank]`; `None` where the scheme has no side code.
+    pub(crate) decoder: Option<Param<Tensor<3>>>,
+    #[module(skip)]
+    pub(crate) scheme: Scheme,
+}
+
+impl HeadqAttention {
+    /// The module of `layer`, with its basis where the scheme has a side code.
+    ///
+    /// # Panics
+    /// If the scheme has a side code and `basis` is `None` or of another rank: [`crate::Basis::check`] reports that as an error.
+    pub fn new(scheme: Scheme, basis: Option<&Basis>, layer: usize, device: &Device) -> Self {
+        let Some(side) = scheme.side() else {
+            return Self { encoder: None, decoder: None, scheme };
+        };
+        let basis = basis.expect("a scheme with a side code comes with a basis");
+        assert_eq!(basis.rank, side.rank, "the basis has the rank that the scheme names");
+        let param = |x: TensorData| Param::from_tensor(Tensor::<3>::from_data(x, device));
+        Self {
+            encoder: (!basis.is_tied()).then(|| param(basis.encoder_of(layer))),
+            decoder: Some(param(basis.decoder_of(layer))),
+            scheme,
+        }
+    }
+
+    /// The scheme that this module follows.
+    pub fn scheme(&self) -> &Scheme {
+        &self.scheme
+    }
+
+    /// U as a tensor of the current graph: `[side_heads, head_dim, rank]`; `None` without a side code.
+    pub fn decoder(&self) -> Option<Tensor<3>> {
+        self.decoder.as_ref().map(|u| u.val())
+    }
+
+    /// When keys are coded; `None` if they are dense.
+    pub fn key_flush(&self) -> Option<Flush> {
+        self.scheme.key.map(|k| k.base.flush)
+    }
+
+    /// When values are coded; `None` if they are dense.
+    pub fn value_flush(&self) -> Option<Flush> {
+        self.scheme.value.map(|v| v.flush(self.scheme.key.as_ref()))
+    }
+
+    /// Codes whole groups of keys and reads them back.
+    ///
+    /// # Shapes
+    /// - `keys`: `[batch, kv_heads, groups · G, head_dim]`
+    pub fn code_keys(&self, key: &KeyScheme, keys: Tensor<4>) -> CodedKeys {
+        // Codes belong to the keys' values; the residual that is corrected is a constant of the graph's base code.
+        let base = base_read_back(&key.base, keys.clone());
+        let side = key.side.as_ref().map(|side| {
+            let decoder = self.decoder.as_ref().expect("a side code has a decoder").val();
+            let encoder = self.encoder.as_ref().map_or(decoder, |e| e.val());
+            let z = self.project(keys - base.clone(), encoder, key.base.flush.group);
+            side_read_back(side, key.base.flush.group, key.base.meta, z).mul_scalar(side.sign.factor())
+        });
+        CodedKeys { base, side }
+    }
+
+    /// z = Wᵀe, one product for each group, so that a group's codes do not depend on how many groups are coded together.
+    fn project(&self, e: Tensor<4>, encoder: Tensor<3>, group: usize) -> Tensor<4> {
+        let [b, kv, n, d] = e.dims();
+        let [side_heads, _, r] = encoder.dims();
+        let e = crate::seam::repeat_kv(e, side_heads / kv);
+        let e = e.reshape([b, side_heads, n / group, group, d]);
+        let w = encoder.reshape([1, side_heads, 1, d, r]).expand([b, side_heads, n / group, d, r]);
+        e.matmul(w).reshape([b, side_heads, n, r])
+    }
+
+    /// Codes whole groups of values and reads them back: `[batch, kv_heads, groups · G, head_dim]`.
+    pub fn code_values(&self, values: Tensor<4>) -> Tensor<4> {
+        match &self.scheme.value {
+            None => values,
+            Some(value) => value_read_back(value, values),
+        }
+    }
+
+    /// U ẑ of coded keys, `[batch, kv_heads, tokens, head_dim]`: for E4 of what base and side code stand for, never for scores.
+    /// `None` without a side code or where each query head has one of its own.
+    pub(crate) fn decode_side(&self, keys: &CodedKeys) -> Option<Tensor<4>> {
+        let (decoder, side) = (self.decoder.as_ref()?.val(), keys.side.clone()?);
+        let ([side_heads, d, r], [b, _, n, _]) = (decoder.dims(), side.dims());
+        let u = decoder.swap_dims(1, 2).reshape([1, side_heads, r, d]).expand([b, side_heads, r, d]);
+        (keys.base.dims()[1] == side_heads).then(|| side.matmul(u).reshape([b, side_heads, n, d]))
+    }
+
+    /// q U, grouped like the side codes that it meets.
+    ///
+    /// # Shapes
+    /// - `q`: `[batch, kv_heads, groups · new, head_dim]`, the query heads of a KV head one after the other
+    /// - returns `[batch, side_heads, (heads / side_heads) · new, rank]`
+    pub(crate) fn project_queries(&self, q: &Tensor<4>) -> Option<Tensor<4>> {
+        let decoder = self.decoder.as_ref()?.val();
+        let [side_heads, d, r] = decoder.dims();
+        let [b, kv, rows, _] = q.dims();
+        let q = q.clone().reshape([b, side_heads, kv * rows / side_heads, d]);
+        Some(q.matmul(decoder.reshape([1, side_heads, d, r]).expand([b, side_heads, d, r])))
+    }
+}
+
+/// Scores of queries against coded keys: q·k̂ᵀ + (qU)·ẑᵀ (E9); the corrected key is never formed.
+///
+/// # Shapes
+/// - `q`: `[batch, kv_heads, rows, head_dim]`, already scaled; `q_side` as [`HeadqAttention::project_queries`] returns it
+/// - returns `[batch, kv_heads, rows, tokens]`
+pub(crate) fn coded_scores(q: &Tensor<4>, q_side: Option<&Tensor<4>>, keys: &CodedKeys) -> Tensor<4> {
+    let base = q.clone().matmul(keys.base.clone().swap_dims(2, 3));
+    match (q_side, &keys.side) {
+        (Some(q_side), Some(side)) => {
+            let shape = base.dims();
+            base + q_side.clone().matmul(side.clone().swap_dims(2, 3)).reshape(shape)
+        }
+        _ => base,
+    }
+}
+
+impl CodedKeys {
+    pub(crate) fn narrow(&self, start: usize, length: usize) -> Self {
+        Self {
+            base: self.base.clone().narrow(2, start, length),
+            side: self.side.as_ref().map(|s| s.clone().narrow(2, start, length)),
+        }
+    }
+
+    pub(crate) fn cat(self, newer: Self) -> Self {
+        Self {
+            base: Tensor::cat(vec![self.base, newer.base], 2),
+            side: match (self.side, newer.side) {
+                (Some(old), Some(new)) => Some(Tensor::cat(vec![old, new], 2)),
+                _ => None,
+            },
+        }
+    }
+}
+
+/// `true` where token `first_token + i` is read from codes by the query at position `first_query + t`: `[1, 1, 1, queries, tokens]`.
+pub(crate) fn coded_mask(
+    flush: &Flush,
+    queries: std::ops::Range<usize>,
+    tokens: std::ops::Range<usize>,
+    device: &Device,
+) -> Tensor<5, Bool> {
+    let shape = [1, 1, 1, queries.len(), tokens.len()];
+    let mut coded = Vec::with_capacity(queries.len() * tokens.len());
+    for t in queries {
+        let end = flush.sinks + flush.flushed(t);
+        coded.extend(tokens.clone().map(|j| j >= flush.sinks && j < end));
+    }
+    Tensor::from_data(TensorData::new(coded, shape), device)
+}

@@ -1,0 +1,31 @@
+//! Errors of the method crate.
+
+/// What can go wrong in schemes, bases and codecs.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The written form of a scheme does not follow the grammar, names something unknown, or gives a value out of range.
+    #[error("scheme '{scheme}': {reason}")]
+    Scheme {
+        /// The text given.
+        scheme: String,
+        /// What was expected, what was found, what to do.
+        reason: String,
+    },
+    /// A scheme cannot be applied to a model's heads.
+    #[error("scheme '{scheme}' does not fit this model: {reason}")]
+    Fit {
+        /// The scheme in its written form.
+        scheme: String,
+        /// What does not fit.
+        reason: String,
+    },
+    /// A basis family cannot be derived.
+    #[error("basis {family}: {reason}")]
+    Basis {
+        /// Family name.
+        family: String,
+        /// What is missing or wrong.
+        reason: String,
+    },
+}

@@ -1,0 +1,40 @@
+//! HeadQ: KV-cache quantization measured, and corrected, where the model sees it.
+//!
+//! A key is only ever read through a score. This crate quantizes keys and values, keeps a low-rank side code of each key's residual
+//! e = k − k̂ in a basis learned from queries, and adds it back to the *scores*:
+//!
+//! ```text
+//! ŝ_tj = q_t·k̂_j/√d + (q_t U)·ẑ_j/√d,   ẑ_j = Q_s(Wᵀ e_j)          (E9; see codec::coded_scores)
+//! ```
+//!
+//! | module | what |
+//! |---|---|
+//! | [`scheme`] | the written form of a scheme; everything that decides its codes |
+//! | [`quant`] | base, side and value quantizers |
+//! | [`stats`], [`basis`] | second moments of queries and residuals; bases derived from them |
+//! | [`codec`], [`attention`] | one layer's codec and attention as a Burn module; a whole model's cache |
+//! | [`metrics`] | score, attention, storage and readout errors E1–E8 |
+//! | [`budget`] | code bits, cache bits and bytes, all in |
+//!
+//! The equation numbers are those of the project's design notes: E2 Fisher error, E3 attention KL, E4 storage MSE, E5 readout error,
+//! E6 its diagonal surrogate, E7 output error, E8 excess perplexity removed, E9 corrected scores, E10 streaming semantics.
+
+pub mod attention;
+pub mod basis;
+pub mod budget;
+pub mod codec;
+mod error;
+pub mod metrics;
+pub mod quant;
+pub mod scheme;
+mod seam;
+pub mod stats;
+
+pub use attention::{LayerState, QuantizedCache};
+pub use basis::Basis;
+pub use codec::HeadqAttention;
+pub use error::Error;
+pub use metrics::{Diagnostics, LayerProbe};
+pub use scheme::Scheme;
+pub use seam::{Attention, AttentionSite, DenseAttention, dense_attention, repeat_kv};
+pub use stats::{LayerStats, Moments};

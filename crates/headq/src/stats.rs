@@ -1,0 +1,160 @@
+//! Calibration statistics: first and second moments of queries, keys, residuals and values, in f64 on the host.
+
+use nalgebra::{DMatrix, DVector};
+use rayon::prelude::*;
+
+/// n, Σx and Σxxᵀ of the rows of one head.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Moments {
+    /// Rows seen.
+    pub n: u64,
+    /// Σx: `[head_dim]`
+    pub sum: DVector<f64>,
+    /// Σxxᵀ: `[head_dim, head_dim]`
+    pub outer: DMatrix<f64>,
+}
+
+impl Moments {
+    /// Nothing seen yet.
+    pub fn new(width: usize) -> Self {
+        Self { n: 0, sum: DVector::zeros(width), outer: DMatrix::zeros(width, width) }
+    }
+
+    /// Adds rows `[n, head_dim]`, row-major.
+    pub fn add(&mut self, rows: &[f32]) {
+        let width = self.sum.len();
+        let n = rows.len() / width;
+        if n == 0 {
+            return;
+        }
+        // Row-major [n, width] is column-major [width, n].
+        let x = DMatrix::from_iterator(width, n, rows.iter().map(|&v| f64::from(v)));
+        self.outer.gemm(1.0, &x, &x.transpose(), 1.0);
+        self.sum += x.column_sum();
+        self.n += n as u64;
+    }
+
+    /// Adds what another accumulator has seen.
+    pub fn merge(&mut self, other: &Moments) {
+        self.n += other.n;
+        self.sum += &other.sum;
+        self.outer += &other.outer;
+    }
+
+    /// The sum of several accumulators of the same width.
+    ///
+    /// # Panics
+    /// If there are none.
+    pub fn pooled(parts: &[Moments]) -> Moments {
+        let mut total = parts[0].clone();
+        parts[1..].iter().for_each(|m| total.merge(m));
+        total
+    }
+
+    /// E[x]: `[head_dim]`; zeros before any row.
+    pub fn mean(&self) -> DVector<f64> {
+        &self.sum / self.n.max(1) as f64
+    }
+
+    /// E[xxᵀ], uncentered.
+    pub fn second(&self) -> DMatrix<f64> {
+        symmetric(&self.outer / self.n.max(1) as f64)
+    }
+
+    /// E[xxᵀ] − E[x]E[x]ᵀ.
+    pub fn covariance(&self) -> DMatrix<f64> {
+        let mean = self.mean();
+        self.second() - &mean * mean.transpose()
+    }
+}
+
+/// Removes the rounding asymmetry of a product that is symmetric in exact arithmetic.
+pub(crate) fn symmetric(x: DMatrix<f64>) -> DMatrix<f64> {
+    (&x + x.transpose()) * 0.5
+}
+
+/// Statistics of one layer.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LayerStats {
+    /// Post-RoPE queries, by query head.
+    pub q: Vec<Moments>,
+    /// Post-RoPE keys, by KV head.
+    pub k: Vec<Moments>,
+    /// Residuals e = k − B_b(k) of coded tokens, by KV head.
+    pub e: Vec<Moments>,
+    /// Values, by KV head.
+    pub v: Vec<Moments>,
+}
+
+impl LayerStats {
+    /// Nothing seen yet.
+    pub fn new(heads: usize, kv_heads: usize, head_dim: usize) -> Self {
+        let empty = |n| vec![Moments::new(head_dim); n];
+        Self { q: empty(heads), k: empty(kv_heads), e: empty(kv_heads), v: empty(kv_heads) }
+    }
+
+    /// Adds rows of all heads, each slice `[heads, n, head_dim]` (`e` may have fewer rows than the others).
+    pub fn add(&mut self, q: &[f32], k: &[f32], e: &[f32], v: &[f32]) {
+        let fill = |moments: &mut Vec<Moments>, rows: &[f32]| {
+            let per_head = rows.len() / moments.len();
+            if per_head > 0 {
+                moments.par_iter_mut().zip(rows.par_chunks(per_head)).for_each(|(m, rows)| m.add(rows));
+            }
+        };
+        fill(&mut self.q, q);
+        fill(&mut self.k, k);
+        fill(&mut self.e, e);
+        fill(&mut self.v, v);
+    }
+
+    /// Adds what another accumulator has seen.
+    pub fn merge(&mut self, other: &LayerStats) {
+        for (mine, theirs) in
+            [(&mut self.q, &other.q), (&mut self.k, &other.k), (&mut self.e, &other.e), (&mut self.v, &other.v)]
+        {
+            mine.iter_mut().zip(theirs).for_each(|(m, t)| m.merge(t));
+        }
+    }
+
+    /// Query moments pooled over the query heads that share KV head `kv_head`.
+    pub fn pooled_queries(&self, kv_head: usize) -> Moments {
+        let group = self.q.len() / self.k.len();
+        Moments::pooled(&self.q[kv_head * group..(kv_head + 1) * group])
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn moments_are_the_plain_sums_and_merge_like_them() {
+        let rows: Vec<f32> = (0..7 * 3).map(|i| ((i * 37 % 11) as f32 - 5.0) / 3.0).collect();
+        let mut whole = Moments::new(3);
+        whole.add(&rows);
+        let (mut a, mut b) = (Moments::new(3), Moments::new(3));
+        a.add(&rows[..9]);
+        b.add(&rows[9..]);
+        a.merge(&b);
+        assert_eq!(whole.n, 7);
+        for i in 0..3 {
+            let mean: f64 = (0..7).map(|t| f64::from(rows[t * 3 + i])).sum::<f64>() / 7.0;
+            assert!((whole.mean()[i] - mean).abs() < 1e-12);
+            for j in 0..3 {
+                let second: f64 =
+                    (0..7).map(|t| f64::from(rows[t * 3 + i]) * f64::from(rows[t * 3 + j])).sum::<f64>() / 7.0;
+                assert!((whole.second()[(i, j)] - second).abs() < 1e-12);
+                assert!((a.second()[(i, j)] - second).abs() < 1e-12);
+            }
+        }
+    }
+
+    #[test]
+    fn queries_pool_over_the_heads_of_a_group() {
+        let mut stats = LayerStats::new(4, 2, 1);
+        stats.add(&[1.0, 2.0, 3.0, 4.0], &[0.0, 0.0], &[], &[0.0, 0.0]);
+        assert_eq!(stats.pooled_queries(1).sum[0], 7.0);
+        assert_eq!(stats.pooled_queries(0).second()[(0, 0)], 2.5);
+        assert_eq!(stats.e[0].n, 0);
+    }
+}
