@@ -15,6 +15,7 @@
 //! | [`codec`], [`attention`] | one layer's codec and attention as a Burn module; a whole model's cache |
 //! | [`metrics`] | score, attention, storage and readout errors E1–E8 |
 //! | [`budget`] | code bits, cache bits and bytes, all in |
+//! | [`kernels`] | vector loops on the host |
 //!
 //! The equation numbers are those of the project's design notes: E2 Fisher error, E3 attention KL, E4 storage MSE, E5 readout error,
 //! E6 its diagonal surrogate, E7 output error, E8 excess perplexity removed, E9 corrected scores, E10 streaming semantics.
@@ -24,6 +25,7 @@ pub mod basis;
 pub mod budget;
 pub mod codec;
 mod error;
+pub mod kernels;
 pub mod metrics;
 pub mod quant;
 pub mod scheme;

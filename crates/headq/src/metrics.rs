@@ -7,21 +7,11 @@ use burn::tensor::{Tensor, TensorData};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use crate::LayerState;
 use crate::attention::{Segments, first_visible, grouped_queries, tiles, visibility};
 use crate::codec::{CodedKeys, HeadqAttention, coded_mask};
 use crate::scheme::Flush;
 use crate::seam::{Attention, AttentionSite};
-
-/// e^x − 1 − x without cancellation; ≥ 0.
-fn exp_excess(x: f64) -> f64 {
-    if x.abs() < 0.05 {
-        // x²/2! + x³/3! + … + x⁷/7!; the next term is below 1e-11 of the first.
-        x * x * (0.5 + x * (1.0 / 6.0 + x * (1.0 / 24.0 + x * (1.0 / 120.0 + x * (1.0 / 720.0 + x / 5040.0)))))
-    } else {
-        x.exp() - 1.0 - x
-    }
-}
+use crate::{LayerState, kernels};
 
 /// E2 and E3 of one query, in nats.
 ///
@@ -29,18 +19,11 @@ fn exp_excess(x: f64) -> f64 {
 /// `rest` and no change. Centred first, so that nothing is lost to cancellation: with δ' = δ − Σpδ,
 /// F = ½Σpδ'² and KL = log1p(Σp(e^{δ'} − 1 − δ')).
 pub fn fisher_and_kl(p: &[f32], delta: &[f32], rest: f64) -> (f64, f64) {
-    let (mut mass, mut mean) = (rest, 0.0);
-    for (&p, &x) in p.iter().zip(delta) {
-        mass += f64::from(p);
-        mean += f64::from(p) * f64::from(x);
-    }
-    mean /= mass;
-    let (mut square, mut excess) = (rest * mean * mean, rest * exp_excess(-mean));
-    for (&p, &x) in p.iter().zip(delta) {
-        let (p, x) = (f64::from(p), f64::from(x) - mean);
-        square += p * x * x;
-        excess += p * exp_excess(x);
-    }
+    let [mass, mean] = kernels::mass_and_mean(p, delta);
+    let mass = mass + rest;
+    let mean = mean / mass;
+    let [square, excess] = kernels::square_and_excess(p, delta, mean);
+    let (square, excess) = (square + rest * mean * mean, excess + rest * kernels::excess(-mean));
     (0.5 * square / mass, (excess / mass).ln_1p())
 }
 
@@ -310,10 +293,9 @@ impl Tile {
         let p_hat = self.measure_keys(coded, sums);
         self.measure_values(coded, sums);
         let output = host(coded.module.read_values(&coded.state, p_hat, &self.queries, self.first));
-        for (&x, &y) in output.iter().zip(&self.output_host) {
-            sums.output_error += (f64::from(x) - f64::from(y)).powi(2);
-            sums.output_norm += f64::from(y).powi(2);
-        }
+        let [error, norm] = kernels::difference_and_norm(&output, &self.output_host);
+        sums.output_error += error;
+        sums.output_norm += norm;
     }
 
     /// E1–E3; returns the probabilities under the scheme's scores.
@@ -395,5 +377,6 @@ fn host<const D: usize>(x: Tensor<D>) -> Vec<f32> {
 }
 
 fn sum_of_squares(x: &Tensor<4>) -> f64 {
-    host(x.clone()).iter().map(|&v| f64::from(v).powi(2)).sum()
+    let x = host(x.clone());
+    kernels::difference_and_norm(&x, &x)[1]
 }

@@ -1,0 +1,205 @@
+//! The command line. Each flag is defined once; help texts are drawn from here.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+
+/// KV-cache quantization measured where the model sees it.
+///
+/// A KV cache stores keys and values, but a key is only ever read through a score q·k/√d. headq quantizes caches, keeps a low-rank
+/// side code of each key's residual in a basis learned from queries, adds it back to the scores, and measures what the model sees:
+/// perplexity, attention KL, output error, and the bits that are really stored.
+///
+/// Typical use: `calibrate` a model on text, `eval` schemes with the statistics, or do all of it with `run` and a configuration.
+#[derive(Debug, Parser)]
+#[command(name = "headq", version, max_term_width = 110, propagate_version = true)]
+pub struct Cli {
+    #[command(flatten)]
+    pub global: Global,
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+#[derive(Debug, Args)]
+pub struct Global {
+    /// Print one JSON object on standard output instead of text.
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// No progress and no notes on standard error; errors only.
+    #[arg(long, short, global = true)]
+    pub quiet: bool,
+    /// Device to compute on. This build has: flex (CPU).
+    #[arg(long, global = true, value_name = "D")]
+    pub device: Option<String>,
+    /// Seed of everything random. Same seed, same device, same numbers.
+    #[arg(long, global = true, value_name = "N")]
+    pub seed: Option<u64>,
+    /// CPU cores to use. Results do not depend on it.
+    #[arg(long, global = true, value_name = "N")]
+    pub threads: Option<std::num::NonZeroUsize>,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    Inspect(Inspect),
+    Calibrate(Calibrate),
+    Basis(Basis),
+    Eval(Eval),
+    Run(Run),
+}
+
+/// Text, cut into windows: window i is tokens [iT, (i+1)T), encoded without special tokens.
+#[derive(Debug, Args)]
+pub struct TextArgs {
+    /// Text file, UTF-8; CRLF line ends are read as LF. Repeat for several; each gives its own windows.
+    #[arg(long, required = true, value_name = "FILE")]
+    pub text: Vec<PathBuf>,
+    /// Use only the first N characters (Unicode scalars) of each text.
+    #[arg(long, value_name = "N")]
+    pub max_chars: Option<usize>,
+    /// Tokens in a window.
+    #[arg(long, value_name = "T", default_value_t = 512)]
+    pub context: usize,
+    /// Windows of each text; fewer than asked is an error.
+    #[arg(long, value_name = "W", default_value_t = 4)]
+    pub windows: usize,
+    /// Begin every window with the model's beginning-of-sequence token.
+    #[arg(long)]
+    pub add_bos: bool,
+}
+
+/// Show a model's architecture and what its cache takes under schemes.
+///
+/// Reads the configuration and the headers of the weights, and checks that every tensor is there with its shape; reads no weights.
+/// MODEL is a folder in Hugging Face layout (config.json and safetensors), a .gguf file, or a folder with one.
+///
+/// Example:
+///
+///   headq inspect checkpoints/headq-embedded --context 4096 --scheme 'kivi-2(g=32,r=128)/token-2(c=32)'
+#[derive(Debug, Args)]
+#[command(verbatim_doc_comment)]
+pub struct Inspect {
+    /// Model folder or .gguf file.
+    pub model: PathBuf,
+    /// Scheme to account for; repeat for several. A few common ones by default.
+    #[arg(long, value_name = "S")]
+    pub scheme: Vec<String>,
+    /// Context at which caches are sized, in tokens.
+    #[arg(long, value_name = "T", default_value_t = 4096)]
+    pub context: usize,
+    /// Also hash the weights and print the fingerprint that artifacts carry.
+    #[arg(long)]
+    pub fingerprint: bool,
+}
+
+/// Accumulate the statistics that bases are derived from.
+///
+/// Streams text through the dense model and accumulates, in f64, first and second moments of post-RoPE queries (by query head),
+/// keys, values and the base quantizer's residuals (by KV head). The artifact serves every family and rank; query-pca,
+/// query-pca-centered and random use only the queries, and so any base quantizer.
+///
+/// Example:
+///
+///   headq calibrate checkpoints/headq-embedded --text checkpoints/headq-embedded/calibration.txt \
+///         --context 256 --windows 8 --base 'kivi-2(g=32)' --out stats.safetensors
+#[derive(Debug, Args)]
+#[command(verbatim_doc_comment)]
+pub struct Calibrate {
+    /// Model folder or .gguf file.
+    pub model: PathBuf,
+    #[command(flatten)]
+    pub text: TextArgs,
+    /// Base quantizer whose residuals are taken.
+    #[arg(long, value_name = "BASE", default_value = "kivi-2(g=32)")]
+    pub base: String,
+    /// Statistics artifact to write.
+    #[arg(long, value_name = "STATS")]
+    pub out: PathBuf,
+}
+
+/// Derive a basis from statistics.
+///
+/// Families: query-pca, query-pca-centered, residual-pca, random, score-optimal.
+///
+/// Example:
+///
+///   headq basis stats.safetensors --family query-pca --rank 4 --out basis.safetensors
+#[derive(Debug, Args)]
+#[command(verbatim_doc_comment)]
+pub struct Basis {
+    /// Statistics artifact, from `headq calibrate`.
+    pub stats: PathBuf,
+    /// Basis family.
+    #[arg(long)]
+    pub family: String,
+    /// Rank r, up to the head width.
+    #[arg(long)]
+    pub rank: usize,
+    /// One basis per `kv-head` or per `query-head`.
+    #[arg(long, default_value = "kv-head")]
+    pub scope: String,
+    /// Basis artifact to write.
+    #[arg(long, value_name = "BASIS")]
+    pub out: PathBuf,
+}
+
+/// Evaluate schemes: perplexity, attention and output error, and bits.
+///
+/// Runs the dense model, then the model with each scheme's cache, teacher-forced with the cache's own streaming semantics, and prints
+/// one row per scheme. Bases come from --basis files or are derived from --stats. `dense` is always run. "excess removed" compares
+/// with the first scheme that is not dense. In the JSON, `tokens` is the number of tokens scored: windows · (T − 1).
+///
+/// A scheme is KEYS or KEYS/VALUES, e.g. kivi-2(g=32,r=32)+query-pca(rank=4,bits=4)/token-2(c=32):
+///   keys    dense | kivi-B | token-B (options g r sinks range meta, c for token), B from 1 to 8
+///   side    query-pca query-pca-centered residual-pca random score-optimal learned
+///           (options rank bits scales=group|token sign=1|-1 scope=kv-head|query-head)
+///   values  dense | token-B (options c g r sinks range meta)
+///
+/// Example:
+///
+///   headq eval checkpoints/headq-embedded --text checkpoints/headq-embedded/test.txt --context 256 --windows 8 \
+///         --scheme 'kivi-2(g=32,r=32)' --scheme 'kivi-2(g=32,r=32)+query-pca(rank=4,bits=4)' --stats stats.safetensors
+#[derive(Debug, Args)]
+#[command(verbatim_doc_comment)]
+pub struct Eval {
+    /// Model folder or .gguf file.
+    pub model: PathBuf,
+    #[command(flatten)]
+    pub text: TextArgs,
+    /// Scheme to evaluate; repeat for several.
+    #[arg(long, required = true, value_name = "S")]
+    pub scheme: Vec<String>,
+    /// Statistics artifact to derive bases from; repeat for several base quantizers.
+    #[arg(long, value_name = "STATS")]
+    pub stats: Vec<PathBuf>,
+    /// Basis artifact; repeat for several. Taken before --stats.
+    #[arg(long, value_name = "BASIS")]
+    pub basis: Vec<PathBuf>,
+    /// Leave out the diagnostics on the dense pass (KL, Fisher, key MSE, output error), which take most of the extra time.
+    #[arg(long)]
+    pub no_diagnostics: bool,
+    /// Add the seconds that each pass took to the JSON.
+    #[arg(long)]
+    pub timings: bool,
+    /// Also write the report as JSON to this file.
+    #[arg(long, value_name = "FILE")]
+    pub out: Option<PathBuf>,
+}
+
+/// Do all of it from a configuration: calibrate, derive bases, evaluate, report.
+///
+/// Writes artifacts, report.json and report.md to runs/NAME (or --out). Interrupt it at will: started again, it goes on from what is
+/// there. Paths in the configuration are relative to it, and ${NAME} stands for an environment variable.
+///
+/// Example:
+///
+///   headq run configs/quickstart.toml
+#[derive(Debug, Args)]
+#[command(verbatim_doc_comment)]
+pub struct Run {
+    /// Configuration, TOML.
+    pub config: PathBuf,
+    /// Folder of the run instead of runs/NAME.
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+}

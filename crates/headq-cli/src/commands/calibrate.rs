@@ -1,0 +1,22 @@
+//! `headq calibrate`
+
+use headq::scheme::BaseScheme;
+use headq_lab::artifact::check_writable;
+use headq_lab::{LabError, calibrate};
+
+use super::Context;
+use crate::args::Calibrate;
+
+pub fn run(context: &Context, args: &Calibrate) -> Result<(), LabError> {
+    let base: BaseScheme = args.base.parse().map_err(LabError::Method)?;
+    check_writable(&args.out)?;
+    let (loaded, windows) = context.load(&args.model, &args.text)?;
+    let stats = calibrate(&loaded.model, &loaded.fingerprint, &windows, args.text.add_bos, base, context.threads, &context.bars)?;
+    stats.save(&args.out)?;
+    let out = args.out.display();
+    context.print(
+        || serde_json::json!({ "out": args.out, "header": super::json(&stats.header) }),
+        || format!("{out}: statistics of {} tokens, residuals of {}", stats.header.tokens, stats.header.base),
+    );
+    Ok(())
+}

@@ -1,0 +1,39 @@
+//! `headq eval`
+
+use headq_lab::artifact::{check_writable, write_atomic};
+use headq_lab::evaluate::{Forget, Request, Sources};
+use headq_lab::{LabError, report};
+
+use super::Context;
+use crate::args::Eval;
+
+pub fn run(context: &Context, args: &Eval) -> Result<(), LabError> {
+    for scheme in &args.scheme {
+        scheme.parse::<headq::Scheme>()?;
+    }
+    args.out.as_deref().map_or(Ok(()), check_writable)?;
+    let (loaded, windows) = context.load(&args.model, &args.text)?;
+    let sources = Sources::load(&args.stats, &args.basis, &loaded.fingerprint)?;
+    let plan = |s: &String| sources.plan(s, loaded.config(), context.seed());
+    let schemes = args.scheme.iter().map(plan).collect::<Result<Vec<_>, _>>()?;
+    let request = Request {
+        model: &loaded.model,
+        fingerprint: &loaded.fingerprint,
+        name: args.model.display().to_string(),
+        device: context.device_name(),
+        texts: &windows,
+        add_bos: args.text.add_bos,
+        schemes: &schemes,
+        seed: context.seed(),
+        diagnostics: !args.no_diagnostics,
+        threads: context.threads,
+        timings: args.timings,
+    };
+    let evaluation = request.run(&context.bars, &Forget)?;
+    let json = || super::json(&evaluation);
+    if let Some(out) = &args.out {
+        write_atomic(out, format!("{:#}\n", json()).as_bytes())?;
+    }
+    context.print(json, || format!("{}\n{}", report::provenance(&evaluation).join("\n"), report::terminal_table(&evaluation)));
+    Ok(())
+}

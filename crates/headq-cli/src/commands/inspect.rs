@@ -1,0 +1,101 @@
+//! `headq inspect`
+
+use std::fmt::Write;
+
+use comfy_table::{Table, presets};
+use headq::budget::Budget;
+use headq_lab::LabError;
+use headq_lab::evaluate::head_shape;
+use headq_models::{LoadOptions, describe, fingerprint};
+use serde_json::json;
+
+use super::Context;
+use crate::args::Inspect;
+
+/// Sized where no scheme is named: full precision, common runtimes' 8 and 4 bits, KIVI as published, and a correction on it.
+const COMMON: &[&str] = &[
+    "dense",
+    "token-8(g=1,r=0,c=32)/token-8(c=32)",
+    "token-4(g=1,r=0,c=32)/token-4(c=32)",
+    "kivi-4(g=32,r=128)/token-4(c=32)",
+    "kivi-2(g=32,r=128)/token-2(c=32)",
+];
+
+pub fn run(context: &Context, args: &Inspect) -> Result<(), LabError> {
+    let options = LoadOptions::default();
+    let described = describe(&args.model, &options)?;
+    let config = &described.config;
+    let shape = head_shape(config);
+    if args.context == 0 {
+        return Err(LabError::Usage("context 0: give at least one token".into()));
+    }
+    let common: Vec<String> = COMMON.iter().filter(|_| config.head_dim.is_multiple_of(32)).map(|s| s.to_string()).collect();
+    let asked = match args.scheme.is_empty() {
+        false => args.scheme.clone(),
+        true if common.is_empty() => ["dense", "token-4/token-4", "kivi-2/token-2"].map(String::from).to_vec(),
+        true => common,
+    };
+    let mut budgets = Vec::new();
+    for text in &asked {
+        let scheme: headq::Scheme = text.parse()?;
+        scheme.check(config.head_dim)?;
+        budgets.push((text.clone(), Budget::of(&scheme, &shape, args.context)));
+    }
+    let identity = args.fingerprint.then(|| fingerprint(&args.model, &options)).transpose()?;
+    context.print(
+        || {
+            json!({
+                "model": args.model,
+                "format": described.format,
+                "architecture": config.architecture.name,
+                "config": super::json(config),
+                "parameters": described.parameters,
+                "tensors": described.tensors,
+                "stored_types": described.stored_types.iter().map(|(t, n)| json!({"type": t, "tensors": n})).collect::<Vec<_>>(),
+                "bytes_on_disk": described.bytes,
+                "fingerprint": identity,
+                "context": args.context,
+                "schemes": budgets.iter().map(|(scheme, b)| json!({
+                    "scheme": scheme, "key_bits": b.key_bits, "value_bits": b.value_bits, "cache_bits": b.cache_bits,
+                    "bytes_per_token": b.bytes_per_token,
+                })).collect::<Vec<_>>(),
+            })
+        },
+        || {
+            let mut text = String::new();
+            let mut line = |name: &str, value: String| {
+                let _ = writeln!(text, "{name:14} {value}");
+            };
+            line("model", args.model.display().to_string());
+            line("format", described.format.clone());
+            line("architecture", config.architecture.name.to_string());
+            line("parameters", format!("{:.2} M", described.parameters as f64 / 1e6));
+            line("layers", config.num_layers.to_string());
+            line("heads", format!("{} query, {} key-value, {} wide", config.num_heads, config.num_kv_heads, config.head_dim));
+            line("hidden", format!("{}, MLP {}", config.hidden_size, config.intermediate_size));
+            line("vocabulary", format!("{}{}", config.vocab_size, if config.tie_word_embeddings { ", head tied" } else { "" }));
+            line("positions", config.position_limit().map_or("rotary".into(), |n| format!("learned, at most {n}")));
+            let types: Vec<_> = described.stored_types.iter().map(|(t, n)| format!("{n} {t}")).collect();
+            line("tensors", format!("{} ({}), {:.1} MB", described.tensors, types.join(", "), described.bytes as f64 / 1e6));
+            if let Some(identity) = &identity {
+                line("fingerprint", identity.to_string());
+            }
+            let mut table = Table::new();
+            table.load_style(presets::UTF8_HORIZONTAL_ONLY);
+            table.set_header(["scheme", "key bits", "value bits", "cache bits", "bytes/token", &format!("MiB at {}", args.context)]);
+            for (scheme, b) in &budgets {
+                let mib = b.bytes_per_token * args.context as f64 / f64::from(1 << 20);
+                table.add_row([
+                    scheme.clone(),
+                    format!("{:.4}", b.key_bits),
+                    format!("{:.4}", b.value_bits),
+                    format!("{:.3}", b.cache_bits),
+                    format!("{:.0}", b.bytes_per_token),
+                    format!("{mib:.2}"),
+                ]);
+            }
+            format!("{text}\n{table}")
+        },
+    );
+    Ok(())
+}

@@ -1,0 +1,96 @@
+//! One file per subcommand.
+
+pub mod basis;
+pub mod calibrate;
+pub mod eval;
+pub mod inspect;
+pub mod run;
+
+use std::path::{Path, PathBuf};
+
+use headq_lab::memory::{self, Estimate};
+use headq_lab::text::{WindowOptions, Windows, load_windows};
+use headq_lab::{LabError, parse_device};
+use headq_models::{Description, LoadOptions, LoadedModel, Tokenizer, describe, load};
+use serde_json::Value;
+
+use crate::args::{Global, TextArgs};
+use crate::progress::Bars;
+
+/// What every command has.
+pub struct Context {
+    pub json: bool,
+    pub bars: Bars,
+    pub device: Option<String>,
+    pub seed: Option<u64>,
+    pub threads: usize,
+}
+
+impl Context {
+    pub fn new(global: Global) -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+        let threads = global.threads.map_or(cores, |n| n.get());
+        // Loading hashes and converts weights on this pool; passes over windows have pools of their own.
+        if let Err(error) = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global() {
+            tracing::warn!("using the default number of threads: {error}");
+        }
+        Self { json: global.json, bars: Bars::new(global.quiet), device: global.device, seed: global.seed, threads }
+    }
+
+    pub fn device_name(&self) -> String {
+        self.device.clone().unwrap_or_else(|| "flex".into())
+    }
+
+    pub fn seed(&self) -> u64 {
+        self.seed.unwrap_or(0)
+    }
+
+    /// Prints a result: one JSON object, or text.
+    pub fn print(&self, json: impl FnOnce() -> Value, text: impl FnOnce() -> String) {
+        if self.json {
+            println!("{:#}", json());
+        } else {
+            println!("{}", text().trim_end());
+        }
+    }
+
+    /// Loads the texts and the model, saying first what it will take.
+    pub fn load(&self, model: &Path, text: &TextArgs) -> Result<(LoadedModel, Vec<Windows>), LabError> {
+        let device = parse_device(&self.device_name())?;
+        let options = LoadOptions::default();
+        let described = describe(model, &options)?;
+        // Texts first: they are quick to read, and most mistakes are in them.
+        let tokenizer = headq_models::tokenizer(model, &options)?;
+        let windows = windows(&text.text, &tokenizer, text)?;
+        self.say_memory(&described, text.context, windows.iter().map(|w| w.windows.len()).sum());
+        Ok((load(model, &device, &options)?, windows))
+    }
+
+    /// Says what a pass will need, and warns where the machine has less.
+    pub fn say_memory(&self, model: &Description, context: usize, windows: usize) {
+        let workers = self.threads.min(windows.max(1));
+        let estimate = Estimate::of(&model.config, model.parameters, context, workers);
+        let gib = |bytes: u64| bytes as f64 / f64::from(1u32 << 30);
+        let free = memory::available();
+        let of = free.map_or(String::new(), |free| format!(" of {:.1} GiB available", gib(free)));
+        self.bars.note(&format!(
+            "needs about {:.2} GiB{of}: weights {:.2}, {workers} windows of {context} tokens in flight {:.2}",
+            gib(estimate.total()),
+            gib(estimate.weights),
+            gib(estimate.activations)
+        ));
+        if free.is_some_and(|free| free < estimate.total()) {
+            tracing::warn!("this machine may not have enough memory; fewer --threads or a smaller --context need less");
+        }
+    }
+}
+
+fn windows(paths: &[PathBuf], tokenizer: &Tokenizer, text: &TextArgs) -> Result<Vec<Windows>, LabError> {
+    let options = WindowOptions { max_chars: text.max_chars, context: text.context, windows: text.windows, add_bos: text.add_bos };
+    paths.iter().map(|path| load_windows(path, tokenizer, &options)).collect()
+}
+
+/// Any serialisable result as JSON.
+pub fn json(value: &impl serde::Serialize) -> Value {
+    serde_json::to_value(value).unwrap_or_else(|e| Value::String(e.to_string()))
+}

@@ -1,0 +1,49 @@
+//! The `headq` program.
+
+mod args;
+mod commands;
+mod progress;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use headq_lab::LabError;
+
+use crate::args::{Cli, Command};
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    start_logging(cli.global.quiet);
+    progress::catch_interrupts();
+    let context = commands::Context::new(cli.global);
+    let result = match &cli.command {
+        Command::Inspect(args) => commands::inspect::run(&context, args),
+        Command::Calibrate(args) => commands::calibrate::run(&context, args),
+        Command::Basis(args) => commands::basis::run(&context, args),
+        Command::Eval(args) => commands::eval::run(&context, args),
+        Command::Run(args) => commands::run::run(&context, args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {}", error.to_string().replace('\n', " "));
+            ExitCode::from(exit_status(&error))
+        }
+    }
+}
+
+/// 2 for wrong usage, 1 otherwise.
+fn exit_status(error: &LabError) -> u8 {
+    match error {
+        LabError::Usage(_) | LabError::Method(headq::Error::Scheme { .. }) => 2,
+        _ => 1,
+    }
+}
+
+/// Logs go to standard error; `HEADQ_LOG` sets what is shown, in the syntax of tracing's `EnvFilter`.
+fn start_logging(quiet: bool) {
+    use tracing_subscriber::EnvFilter;
+    let default = if quiet { "error" } else { "warn" };
+    let filter = EnvFilter::try_from_env("HEADQ_LOG").unwrap_or_else(|_| EnvFilter::new(default));
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().with_target(false).init();
+}

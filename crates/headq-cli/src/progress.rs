@@ -1,0 +1,81 @@
+//! Progress bars, notes and interruption.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use headq_lab::Observer;
+use indicatif::{ProgressBar, ProgressStyle};
+
+static INTERRUPTED: AtomicBool = AtomicBool::new(false);
+
+/// The first Ctrl-C (or SIGTERM) asks for a clean end after the windows in flight, the second ends at once.
+pub fn catch_interrupts() {
+    let handler = || {
+        if INTERRUPTED.swap(true, Ordering::SeqCst) {
+            std::process::exit(1);
+        }
+        eprintln!("interrupted: finishing the windows in flight; press again to end at once");
+    };
+    if let Err(error) = ctrlc::set_handler(handler) {
+        tracing::warn!("Ctrl-C will end the program at once: {error}");
+    }
+}
+
+/// Shows one bar at a time on standard error.
+pub struct Bars {
+    quiet: bool,
+    bar: Mutex<Option<ProgressBar>>,
+}
+
+impl Bars {
+    pub fn new(quiet: bool) -> Self {
+        Self { quiet, bar: Mutex::new(None) }
+    }
+
+    /// A note on standard error, above the bar.
+    pub fn note(&self, text: &str) {
+        if !self.quiet {
+            eprintln!("{text}");
+        }
+    }
+
+    fn with(&self, f: impl FnOnce(&mut Option<ProgressBar>)) {
+        // A panic while the lock is held could only have been in drawing; the bar is still usable.
+        f(&mut self.bar.lock().unwrap_or_else(|e| e.into_inner()));
+    }
+}
+
+impl Observer for Bars {
+    fn begin(&self, what: &str, total: usize) {
+        if self.quiet {
+            return;
+        }
+        let style = ProgressStyle::with_template("{msg:48} [{bar:24}] {pos}/{len} windows  {per_sec}  {eta} left");
+        let bar = ProgressBar::new(total as u64).with_message(what.to_string());
+        bar.set_style(style.expect("the template is fixed").progress_chars("=> "));
+        bar.tick();
+        self.with(|slot| *slot = Some(bar));
+    }
+
+    fn step(&self) {
+        self.with(|slot| {
+            if let Some(bar) = slot {
+                bar.inc(1);
+            }
+        });
+    }
+
+    fn end(&self) {
+        self.with(|slot| {
+            if let Some(bar) = slot.take() {
+                let (what, windows, time) = (bar.message(), bar.position(), bar.elapsed());
+                bar.finish_and_clear();
+                eprintln!("{what}: {windows} windows in {:.1} s", time.as_secs_f64());
+            }
+        });
+    }
+
+    fn cancelled(&self) -> bool {
+        INTERRUPTED.load(Ordering::SeqCst)
+    }
+}

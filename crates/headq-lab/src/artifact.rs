@@ -1,0 +1,351 @@
+//! Artifacts: statistics and bases as safetensors files with a JSON header.
+//!
+//! The header is the value of the key `headq` in the file's `__metadata__`, a JSON object ([`Header`]). Tensors, all row-major:
+//!
+//! | kind | tensor | shape | type |
+//! |---|---|---|---|
+//! | `statistics` | `q.count`, `q.sum`, `q.outer` | `[layers, heads]`, `[layers, heads, head_dim]`, `[layers, heads, head_dim, head_dim]` | i64, f64, f64 |
+//! | | `k.…`, `e.…`, `v.…` | the same with `kv_heads` | |
+//! | `basis` | `decoder` (U) | `[layers, side_heads, head_dim, rank]` | f32 |
+//! | | `encoder` (W), absent where W = U | as `decoder` | f32 |
+//!
+//! q and k are post-RoPE; e = k − B_b(k) over whole groups of coded tokens; `count` is n, `sum` is Σx and `outer` is Σxxᵀ.
+//!
+//! ```python
+//! import json
+//! from safetensors import safe_open
+//! import numpy as np
+//!
+//! with safe_open("stats.safetensors", "np") as f:
+//!     header = json.loads(f.metadata()["headq"])
+//!     outer, count = f.get_tensor("q.outer"), f.get_tensor("q.count")
+//! second_moment = outer / count[..., None, None]          # E[q qᵀ], [layers, heads, head_dim, head_dim]
+//! values, vectors = np.linalg.eigh(second_moment)         # query-pca per query head: the last columns of vectors
+//! print(header["model"]["architecture"], header["base"], values[0, 0, ::-1][:4])
+//! ```
+//!
+//! Writes go to a temporary file in the same folder, which is synced and then renamed: a file of this name is whole or absent.
+
+use std::io::Write;
+use std::path::Path;
+
+use headq::basis::Basis;
+use headq::scheme::{Family, Scope};
+use headq::stats::{LayerStats, Moments};
+use headq_models::Fingerprint;
+use nalgebra::{DMatrix, DVector};
+use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use serde::{Deserialize, Serialize};
+
+use crate::LabError;
+use crate::text::TextInfo;
+
+/// Version of the layout described in this module.
+pub const SCHEMA: u32 = 1;
+
+/// What an artifact is and where it came from.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Header {
+    /// [`SCHEMA`].
+    pub schema: u32,
+    /// `statistics` or `basis`.
+    pub kind: String,
+    /// `headq` and its version.
+    pub program: String,
+    /// The model it was made from, and the only one it may be used with.
+    pub model: Fingerprint,
+    /// Calibration texts.
+    pub texts: Vec<TextInfo>,
+    /// Tokens seen.
+    pub tokens: usize,
+    /// Tokens in a window.
+    pub context: usize,
+    /// Whether every window began with the beginning-of-sequence token.
+    pub add_bos: bool,
+    /// `post-rope rotate-half`, or `none` for models with learned positions.
+    pub rope: String,
+    /// Base quantizer whose residuals were taken, in its written form.
+    pub base: String,
+    /// `basis` only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub basis: Option<BasisHeader>,
+}
+
+/// What a basis is.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct BasisHeader {
+    /// Family.
+    pub family: Family,
+    /// Rank r.
+    pub rank: usize,
+    /// `kv-head` or `query-head`.
+    pub scope: String,
+    /// Seed of `random` and `learned`.
+    pub seed: u64,
+    /// Loss it was trained with; none for closed forms.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss: Option<String>,
+}
+
+/// Calibration statistics with their header.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StatsArtifact {
+    /// Where they came from.
+    pub header: Header,
+    /// By layer.
+    pub layers: Vec<LayerStats>,
+}
+
+/// A basis with its header.
+#[derive(Debug, Clone, PartialEq)]
+pub struct BasisArtifact {
+    /// Where it came from.
+    pub header: Header,
+    /// Encoders and decoders.
+    pub basis: Basis,
+}
+
+/// Writes a file whole or not at all.
+///
+/// # Errors
+/// [`LabError::Io`] with the path.
+pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), LabError> {
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let write = || -> std::io::Result<()> {
+        let mut builder = tempfile::Builder::new();
+        builder.prefix(".headq-").suffix(".tmp");
+        #[cfg(unix)]
+        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
+        let mut file = builder.tempfile_in(folder)?;
+        file.write_all(bytes)?;
+        file.as_file().sync_all()?;
+        file.persist(path)?;
+        std::fs::File::open(folder)?.sync_all()
+    };
+    write().map_err(|source| {
+        // The temporary file's name would only distract from what was asked for.
+        let source = std::io::Error::new(source.kind(), source.kind().to_string());
+        LabError::Io { path: path.to_owned(), source }
+    })
+}
+
+/// Fails early where a file could not be written at the end.
+///
+/// # Errors
+/// [`LabError::Io`] with the path.
+pub fn check_writable(path: &Path) -> Result<(), LabError> {
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    if path.is_dir() {
+        return Err(LabError::Io { path: path.to_owned(), source: std::io::ErrorKind::IsADirectory.into() });
+    }
+    let plain = |e: std::io::Error| LabError::Io { path: path.to_owned(), source: std::io::Error::new(e.kind(), e.kind().to_string()) };
+    tempfile::Builder::new().prefix(".headq-").tempfile_in(folder).map(|_| ()).map_err(plain)
+}
+
+fn artifact_error(path: &Path, reason: impl Into<String>) -> LabError {
+    LabError::Artifact { path: path.to_owned(), reason: reason.into() }
+}
+
+/// Tensors with the bytes that back them, ready to be written.
+struct Tensors(Vec<(String, Dtype, Vec<usize>, Vec<u8>)>);
+
+impl Tensors {
+    fn write(&self, path: &Path, header: &Header) -> Result<(), LabError> {
+        let views = self.0.iter().map(|(name, dtype, shape, bytes)| {
+            let view = TensorView::new(*dtype, shape.clone(), bytes).map_err(|e| artifact_error(path, e.to_string()))?;
+            Ok((name.as_str(), view))
+        });
+        let views = views.collect::<Result<Vec<_>, LabError>>()?;
+        let json = serde_json::to_string(header).map_err(|e| artifact_error(path, e.to_string()))?;
+        let metadata = std::collections::HashMap::from([("headq".to_string(), json)]);
+        let bytes = safetensors::serialize(views, Some(metadata)).map_err(|e| artifact_error(path, e.to_string()))?;
+        write_atomic(path, &bytes)
+    }
+}
+
+/// An artifact file, its header read and checked.
+struct File<'a> {
+    path: &'a Path,
+    tensors: SafeTensors<'a>,
+    header: Header,
+}
+
+impl<'a> File<'a> {
+    fn parse(path: &'a Path, bytes: &'a [u8], kind: &str) -> Result<Self, LabError> {
+        let broken = |e: &dyn std::fmt::Display| artifact_error(path, format!("not a whole safetensors file ({e}); make it again"));
+        let (_, metadata) = SafeTensors::read_metadata(bytes).map_err(|e| broken(&e))?;
+        let tensors = SafeTensors::deserialize(bytes).map_err(|e| broken(&e))?;
+        let json = metadata.metadata().as_ref().and_then(|m| m.get("headq")).ok_or_else(|| {
+            artifact_error(path, format!("a safetensors file without a 'headq' header; expected {kind} made by this program"))
+        })?;
+        let value: serde_json::Value = serde_json::from_str(json).map_err(|e| artifact_error(path, format!("its header is not JSON ({e})")))?;
+        let found = |key: &str| value.get(key).map_or("nothing".to_string(), |v| v.to_string());
+        if value.get("schema").and_then(serde_json::Value::as_u64) != Some(u64::from(SCHEMA)) {
+            return Err(artifact_error(path, format!("schema {} is not the one this program reads, {SCHEMA}; make it again", found("schema"))));
+        }
+        if value.get("kind").and_then(serde_json::Value::as_str) != Some(kind) {
+            return Err(artifact_error(path, format!("expected {kind}, found {}", found("kind"))));
+        }
+        let header = serde_json::from_value(value).map_err(|e| artifact_error(path, format!("its header: {e}")))?;
+        Ok(Self { path, tensors, header })
+    }
+
+    fn bytes(&self, name: &str, dtype: Dtype, shape: &[usize]) -> Result<&[u8], LabError> {
+        let tensor = self.tensors.tensor(name).map_err(|_| artifact_error(self.path, format!("tensor '{name}' is missing")))?;
+        if tensor.dtype() != dtype || tensor.shape() != shape {
+            let found = format!("{:?} {:?}", tensor.dtype(), tensor.shape());
+            return Err(artifact_error(self.path, format!("tensor '{name}': expected {dtype:?} {shape:?}, found {found}")));
+        }
+        Ok(self.tensors.tensor(name).map_err(|_| artifact_error(self.path, "unreadable"))?.data())
+    }
+
+    fn floats(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, LabError> {
+        let values: Vec<f32> =
+            self.bytes(name, Dtype::F32, shape)?.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+        self.finite(name, values.iter().all(|v| v.is_finite()))?;
+        Ok(values)
+    }
+
+    fn doubles(&self, name: &str, shape: &[usize]) -> Result<Vec<f64>, LabError> {
+        let values: Vec<f64> = self.bytes(name, Dtype::F64, shape)?.chunks_exact(8).map(|b| f64::from_bits(eight(b))).collect();
+        self.finite(name, values.iter().all(|v| v.is_finite()))?;
+        Ok(values)
+    }
+
+    fn counts(&self, name: &str, shape: &[usize]) -> Result<Vec<u64>, LabError> {
+        Ok(self.bytes(name, Dtype::I64, shape)?.chunks_exact(8).map(eight).collect())
+    }
+
+    fn finite(&self, name: &str, all: bool) -> Result<(), LabError> {
+        if all { Ok(()) } else { Err(artifact_error(self.path, format!("tensor '{name}' holds NaN or infinity; make it again"))) }
+    }
+}
+
+fn eight(b: &[u8]) -> u64 {
+    u64::from_le_bytes([b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]])
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, LabError> {
+    std::fs::read(path).map_err(LabError::io(path))
+}
+
+impl Header {
+    /// Fails unless the artifact was made from this model.
+    ///
+    /// # Errors
+    /// [`LabError::Artifact`] that names both fingerprints.
+    pub fn check_model(&self, path: &Path, model: &Fingerprint) -> Result<(), LabError> {
+        if self.model == *model {
+            return Ok(());
+        }
+        Err(artifact_error(path, format!("made from another model: [{}], but this model is [{model}]; calibrate this model", self.model)))
+    }
+}
+
+impl StatsArtifact {
+    /// Writes the statistics.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub fn save(&self, path: &Path) -> Result<(), LabError> {
+        let mut tensors = Vec::new();
+        let groups: [(&str, fn(&LayerStats) -> &Vec<Moments>); 4] = [("q", |l| &l.q), ("k", |l| &l.k), ("e", |l| &l.e), ("v", |l| &l.v)];
+        for (name, pick) in groups {
+            let heads: Vec<&Moments> = self.layers.iter().flat_map(pick).collect();
+            let (layers, per_layer, d) = (self.layers.len(), pick(&self.layers[0]).len(), pick(&self.layers[0])[0].sum.len());
+            let counts = heads.iter().flat_map(|m| m.n.to_le_bytes()).collect();
+            let sums = heads.iter().flat_map(|m| m.sum.iter().flat_map(|v| v.to_le_bytes())).collect();
+            // Symmetric, so that column-major is row-major.
+            let outers = heads.iter().flat_map(|m| m.outer.iter().flat_map(|v| v.to_le_bytes())).collect();
+            tensors.push((format!("{name}.count"), Dtype::I64, vec![layers, per_layer], counts));
+            tensors.push((format!("{name}.sum"), Dtype::F64, vec![layers, per_layer, d], sums));
+            tensors.push((format!("{name}.outer"), Dtype::F64, vec![layers, per_layer, d, d], outers));
+        }
+        Tensors(tensors).write(path, &self.header)
+    }
+
+    /// Reads and checks statistics.
+    ///
+    /// # Errors
+    /// [`LabError::Artifact`] saying what is wrong with the file.
+    pub fn load(path: &Path) -> Result<Self, LabError> {
+        let bytes = read(path)?;
+        let file = File::parse(path, &bytes, "statistics")?;
+        let model = &file.header.model;
+        let (layers, d) = (model.layers, model.head_dim);
+        let moments = |name: &str, heads: usize| -> Result<Vec<Vec<Moments>>, LabError> {
+            let counts = file.counts(&format!("{name}.count"), &[layers, heads])?;
+            let sums = file.doubles(&format!("{name}.sum"), &[layers, heads, d])?;
+            let outers = file.doubles(&format!("{name}.outer"), &[layers, heads, d, d])?;
+            let one = |i: usize| Moments {
+                n: counts[i],
+                sum: DVector::from_column_slice(&sums[i * d..(i + 1) * d]),
+                outer: DMatrix::from_column_slice(d, d, &outers[i * d * d..(i + 1) * d * d]),
+            };
+            Ok((0..layers).map(|l| (l * heads..(l + 1) * heads).map(one).collect()).collect())
+        };
+        let (q, k) = (moments("q", model.heads)?, moments("k", model.kv_heads)?);
+        let (e, v) = (moments("e", model.kv_heads)?, moments("v", model.kv_heads)?);
+        let layers = q.into_iter().zip(k).zip(e.into_iter().zip(v)).map(|((q, k), (e, v))| LayerStats { q, k, e, v }).collect();
+        Ok(Self { header: file.header, layers })
+    }
+}
+
+impl BasisArtifact {
+    /// A basis derived from statistics, with the header it inherits from them.
+    ///
+    /// # Errors
+    /// As [`Basis::fit`].
+    pub fn fit(stats: &StatsArtifact, family: Family, rank: usize, scope: Scope, seed: u64) -> Result<Self, LabError> {
+        let basis = Basis::fit(&stats.layers, family, rank, scope, seed)?;
+        let mut header = stats.header.clone();
+        header.kind = "basis".into();
+        header.basis = Some(BasisHeader { family, rank, scope: scope.to_string(), seed, loss: None });
+        Ok(Self { header, basis })
+    }
+
+    /// Writes the basis.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub fn save(&self, path: &Path) -> Result<(), LabError> {
+        let b = &self.basis;
+        let shape = vec![b.layers, b.side_heads, b.head_dim, b.rank];
+        let bytes = |x: &[f32]| x.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let mut tensors = vec![("decoder".to_string(), Dtype::F32, shape.clone(), bytes(&b.decoder))];
+        if let Some(encoder) = &b.encoder {
+            tensors.push(("encoder".to_string(), Dtype::F32, shape, bytes(encoder)));
+        }
+        Tensors(tensors).write(path, &self.header)
+    }
+
+    /// Reads and checks a basis.
+    ///
+    /// # Errors
+    /// [`LabError::Artifact`] saying what is wrong with the file.
+    pub fn load(path: &Path) -> Result<Self, LabError> {
+        let bytes = read(path)?;
+        let file = File::parse(path, &bytes, "basis")?;
+        let model = &file.header.model;
+        let about = file.header.basis.clone().ok_or_else(|| artifact_error(path, "its header has no 'basis'"))?;
+        let scope: Scope = about.scope.parse().map_err(|e: String| artifact_error(path, format!("scope {e}")))?;
+        let side_heads = match scope {
+            Scope::KvHead => model.kv_heads,
+            Scope::QueryHead => model.heads,
+        };
+        let shape = [model.layers, side_heads, model.head_dim, about.rank];
+        let decoder = file.floats("decoder", &shape)?;
+        let encoder = if about.family.tied() { None } else { Some(file.floats("encoder", &shape)?) };
+        let basis = Basis {
+            family: about.family,
+            scope,
+            layers: model.layers,
+            side_heads,
+            head_dim: model.head_dim,
+            rank: about.rank,
+            decoder,
+            encoder,
+        };
+        Ok(Self { header: file.header, basis })
+    }
+}

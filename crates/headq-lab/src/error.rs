@@ -1,0 +1,70 @@
+//! Errors of calibration, evaluation and artifacts. Each is one line.
+
+use std::path::{Path, PathBuf};
+
+use headq_models::ModelError;
+
+/// What can go wrong in an experiment.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum LabError {
+    /// The model.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// A scheme or basis.
+    #[error(transparent)]
+    Method(#[from] headq::Error),
+    /// A file could not be read or written.
+    #[error("{}: {source}", path.display())]
+    Io {
+        /// The file or folder.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// A text that cannot be used.
+    #[error("text {}: {reason}", path.display())]
+    Text {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong and what to do.
+        reason: String,
+    },
+    /// An artifact that cannot be read, or does not belong here.
+    #[error("{}: {reason}", path.display())]
+    Artifact {
+        /// The file.
+        path: PathBuf,
+        /// What was expected, what was found, what to do.
+        reason: String,
+    },
+    /// A run's configuration.
+    #[error("config {}: {reason}", path.display())]
+    Config {
+        /// The file.
+        path: PathBuf,
+        /// The key, what was expected and what was found.
+        reason: String,
+    },
+    /// A request that cannot be carried out.
+    #[error("{0}")]
+    Usage(String),
+    /// The model gave something other than finite numbers.
+    #[error("{scheme}: window {window} has a loss that is not finite; the weights or the text are broken, or the cache loses too much")]
+    NotFinite {
+        /// The scheme being evaluated.
+        scheme: String,
+        /// Window, from 0.
+        window: usize,
+    },
+    /// Interrupted from outside.
+    #[error("interrupted; nothing half-written is left behind")]
+    Interrupted,
+}
+
+impl LabError {
+    /// Attaches a path to a system error.
+    pub fn io(path: &Path) -> impl FnOnce(std::io::Error) -> LabError + '_ {
+        move |source| LabError::Io { path: path.to_owned(), source }
+    }
+}

@@ -1,0 +1,435 @@
+//! Evaluation: perplexity of the quantized pass, diagnostics on the dense pass, and what each scheme stores.
+
+use std::path::Path;
+
+use headq::basis::Basis;
+use headq::budget::{Budget, HeadShape};
+use headq::metrics::excess_removed;
+use headq::scheme::{BaseScheme, SideScheme};
+use headq::{Attention, Diagnostics, HeadqAttention, LayerProbe, QuantizedCache, Scheme};
+use headq_models::{Fingerprint, LanguageModel, ModelConfig};
+use serde::{Deserialize, Serialize};
+
+use crate::artifact::{BasisArtifact, StatsArtifact};
+use crate::text::{TextInfo, Windows};
+use crate::workers::map_in_order;
+use crate::{LabError, Observer, PROGRAM};
+
+/// A scheme with the basis that it needs.
+#[derive(Debug, Clone)]
+pub struct PlannedScheme {
+    /// The text that named it.
+    pub asked: String,
+    /// What it means.
+    pub scheme: Scheme,
+    /// Present where the scheme has a side code.
+    pub basis: Option<Basis>,
+}
+
+/// Statistics and bases that schemes may draw on, with the files they came from.
+#[derive(Debug, Default)]
+pub struct Sources {
+    /// Statistics artifacts.
+    pub stats: Vec<(std::path::PathBuf, StatsArtifact)>,
+    /// Basis artifacts.
+    pub bases: Vec<(std::path::PathBuf, BasisArtifact)>,
+}
+
+/// Shape of a model's attention.
+pub fn head_shape(config: &ModelConfig) -> HeadShape {
+    HeadShape { layers: config.num_layers, heads: config.num_heads, kv_heads: config.num_kv_heads, head_dim: config.head_dim }
+}
+
+impl Sources {
+    /// Loads artifacts and checks that they were made from this model.
+    ///
+    /// # Errors
+    /// If a file cannot be read, or is of another model (naming both fingerprints).
+    pub fn load<P: AsRef<Path>>(stats: &[P], bases: &[P], model: &Fingerprint) -> Result<Self, LabError> {
+        let mut sources = Self::default();
+        for path in stats.iter().map(AsRef::as_ref) {
+            let artifact = StatsArtifact::load(path)?;
+            artifact.header.check_model(path, model)?;
+            sources.stats.push((path.to_owned(), artifact));
+        }
+        for path in bases.iter().map(AsRef::as_ref) {
+            let artifact = BasisArtifact::load(path)?;
+            artifact.header.check_model(path, model)?;
+            sources.bases.push((path.to_owned(), artifact));
+        }
+        Ok(sources)
+    }
+
+    /// Parses a scheme, checks it against the model and finds or derives its basis.
+    ///
+    /// # Errors
+    /// If the scheme is malformed, does not fit, or no given artifact agrees with its family, rank, scope and (where residuals
+    /// matter) base quantizer.
+    pub fn plan(&self, asked: &str, config: &ModelConfig, seed: u64) -> Result<PlannedScheme, LabError> {
+        let scheme: Scheme = asked.parse()?;
+        scheme.check(config.head_dim)?;
+        let basis = match (scheme.key, scheme.side()) {
+            (Some(key), Some(side)) => Some(self.basis(&scheme, &key.base, side, config, seed)?),
+            _ => None,
+        };
+        Ok(PlannedScheme { asked: asked.trim().to_string(), scheme, basis })
+    }
+
+    fn basis(&self, scheme: &Scheme, base: &BaseScheme, side: &SideScheme, config: &ModelConfig, seed: u64) -> Result<Basis, LabError> {
+        let shape = head_shape(config);
+        let mut reasons = Vec::new();
+        for (path, artifact) in &self.bases {
+            let agrees = artifact.basis.check(side, shape.layers, shape.heads, shape.kv_heads, shape.head_dim);
+            match agrees.map_err(|e| e.to_string()).and_then(|()| same_base(side, base, &artifact.header.base)) {
+                Ok(()) => return Ok(artifact.basis.clone()),
+                Err(reason) => reasons.push(format!("{}: {reason}", path.display())),
+            }
+        }
+        for (path, artifact) in &self.stats {
+            match same_base(side, base, &artifact.header.base) {
+                Ok(()) => return Ok(Basis::fit(&artifact.layers, side.family, side.rank, side.scope, seed)?),
+                Err(reason) => reasons.push(format!("{}: {reason}", path.display())),
+            }
+        }
+        Err(LabError::Usage(match reasons.is_empty() {
+            true => format!("scheme '{scheme}' needs a basis: give --stats (from headq calibrate) or --basis (from headq basis)"),
+            false => format!("scheme '{scheme}': no given artifact agrees with it; {}", reasons.join("; ")),
+        }))
+    }
+}
+
+/// Whether residuals of the base quantizer `made_with` are those of `base`. The residual window plays no part: it decides when
+/// tokens are coded, not how.
+fn same_base(side: &SideScheme, base: &BaseScheme, made_with: &str) -> Result<(), String> {
+    if !side.family.uses_residual() {
+        return Ok(());
+    }
+    let made: BaseScheme = made_with.parse().map_err(|e: headq::Error| e.to_string())?;
+    let comparable = |mut b: BaseScheme| {
+        b.flush.residual = 0;
+        b
+    };
+    if comparable(made) == comparable(*base) {
+        return Ok(());
+    }
+    Err(format!("its residuals are those of {made_with}, but {} on {base} needs its own: calibrate with --base '{base}'", side.family))
+}
+
+/// Results of one scheme. Undefined numbers are `null`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SchemeResult {
+    /// As asked.
+    pub scheme: String,
+    /// In canonical form, every default spelled out.
+    pub canonical: String,
+    /// exp of the mean negative log-likelihood.
+    pub ppl: f64,
+    /// Mean negative log-likelihood, nats per token.
+    pub nll: f64,
+    /// Code bits per coded key element, all in; 16 where keys are dense.
+    pub key_bits: f64,
+    /// Code bits per coded value element, all in; 16 where values are dense.
+    pub value_bits: f64,
+    /// Mean bits per element of all that the cache holds, over the evaluated query positions.
+    pub cache_bits: f64,
+    /// Bytes per cached token, whole model.
+    pub bytes_per_token: f64,
+    /// E2, nats.
+    pub fisher: Option<f64>,
+    /// E3, nats.
+    pub kl: Option<f64>,
+    /// E4 of the base code's k̂.
+    pub key_mse: Option<f64>,
+    /// E4 of base and side code together.
+    pub key_mse_corrected: Option<f64>,
+    /// E4 of values.
+    pub value_mse: Option<f64>,
+    /// E5.
+    pub readout_error: Option<f64>,
+    /// E6.
+    pub readout_diagonal: Option<f64>,
+    /// E7.
+    pub output_error: Option<f64>,
+    /// E8, against the first non-dense scheme.
+    pub excess_removed: Option<f64>,
+    /// Mean over tokens of nll − dense nll, nats.
+    pub nll_minus_dense: f64,
+    /// Standard error of that mean over tokens, paired.
+    pub nll_minus_dense_se: Option<f64>,
+    /// Mean nll by text, in order.
+    pub nll_by_text: Vec<f64>,
+    /// Seconds of this scheme's own pass and its share of the diagnostics; only where timings were asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub seconds: Option<f64>,
+}
+
+/// Results of an evaluation.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Evaluation {
+    /// Program and version.
+    pub program: String,
+    /// Model as given.
+    pub model: String,
+    /// Its identity.
+    pub fingerprint: Fingerprint,
+    /// Device as given.
+    pub device: String,
+    /// Seed of random bases.
+    pub seed: u64,
+    /// Tokens scored: windows · (T − 1), over all texts.
+    pub tokens: usize,
+    /// T.
+    pub context: usize,
+    /// Windows of each text.
+    pub windows: usize,
+    /// Whether windows began with the beginning-of-sequence token.
+    pub add_bos: bool,
+    /// Texts.
+    pub texts: Vec<TextInfo>,
+    /// By scheme, in the order asked; dense first if it was not asked for.
+    pub schemes: Vec<SchemeResult>,
+    /// Seconds of the dense pass without diagnostics; only where timings were asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dense_seconds: Option<f64>,
+}
+
+/// Where finished parts of an evaluation are kept, so that it can go on after an interruption.
+pub trait PartStore {
+    /// A part that was kept before.
+    ///
+    /// # Errors
+    /// If it is there and cannot be read.
+    fn get(&self, part: &str) -> Result<Option<serde_json::Value>, LabError>;
+    /// Keeps a part.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    fn put(&self, part: &str, value: &serde_json::Value) -> Result<(), LabError>;
+}
+
+/// Keeps nothing.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Forget;
+
+impl PartStore for Forget {
+    fn get(&self, _: &str) -> Result<Option<serde_json::Value>, LabError> {
+        Ok(None)
+    }
+    fn put(&self, _: &str, _: &serde_json::Value) -> Result<(), LabError> {
+        Ok(())
+    }
+}
+
+/// What an evaluation is asked to do.
+#[derive(Debug)]
+pub struct Request<'a> {
+    /// Model.
+    pub model: &'a LanguageModel,
+    /// Its identity.
+    pub fingerprint: &'a Fingerprint,
+    /// Model as the user named it.
+    pub name: String,
+    /// Device as the user named it.
+    pub device: String,
+    /// Texts, cut into windows of one length.
+    pub texts: &'a [Windows],
+    /// Whether windows begin with the beginning-of-sequence token.
+    pub add_bos: bool,
+    /// Schemes.
+    pub schemes: &'a [PlannedScheme],
+    /// Seed that the bases were made with.
+    pub seed: u64,
+    /// Whether to take diagnostics (E2–E7) on the dense pass.
+    pub diagnostics: bool,
+    /// Cores to use.
+    pub threads: usize,
+    /// Whether to report how long each pass took, which no two runs agree on.
+    pub timings: bool,
+}
+
+/// The dense pass: token losses and every scheme's diagnostics.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct DensePart {
+    nll: Vec<f64>,
+    diagnostics: Vec<Diagnostics>,
+}
+
+impl Request<'_> {
+    /// Runs the evaluation, taking up finished parts from `store`.
+    ///
+    /// # Errors
+    /// If a pass gives numbers that are not finite, a part cannot be kept, or on interruption.
+    pub fn run(&self, observer: &dyn Observer, store: &dyn PartStore) -> Result<Evaluation, LabError> {
+        let measured: &[PlannedScheme] = if self.diagnostics { self.schemes } else { &[] };
+        // The clock needs a dense pass of its own; otherwise diagnostics are taken on the one that is run anyway.
+        let dense_seconds = self.timings.then(|| timed(|| self.dense_pass(&[], observer))).transpose()?.map(|(_, seconds)| seconds);
+        let mut results = Vec::new();
+        let (dense, with_diagnostics): (DensePart, f64) = timed(|| part(store, "dense", || self.dense_pass(measured, observer)))?;
+        if !self.schemes.iter().any(|s| s.scheme.is_dense()) {
+            let planned = PlannedScheme { asked: "dense".into(), scheme: Scheme::DENSE, basis: None };
+            results.push(self.result(&planned, &dense.nll, &dense.nll, None, None));
+        }
+        for (i, planned) in self.schemes.iter().enumerate() {
+            let (nll, seconds): (Vec<f64>, f64) = match planned.scheme.is_dense() {
+                true => (dense.nll.clone(), 0.0),
+                false => timed(|| part(store, &format!("scheme-{i}"), || self.scheme_pass(planned, observer)))?,
+            };
+            let diagnostics = dense_seconds.map(|d| (with_diagnostics - d).max(0.0) / self.schemes.len() as f64);
+            let seconds = diagnostics.map(|d| seconds + d).filter(|_| !planned.scheme.is_dense());
+            results.push(self.result(planned, &nll, &dense.nll, dense.diagnostics.get(i), seconds));
+        }
+        let dense_ppl = (dense.nll.iter().sum::<f64>() / dense.nll.len() as f64).exp();
+        let base = results.iter().find(|r| r.canonical != Scheme::DENSE.to_string()).map(|r| r.ppl);
+        for result in results.iter_mut().filter(|r| r.canonical != Scheme::DENSE.to_string()) {
+            result.excess_removed = base.and_then(|base| excess_removed(base, result.ppl, dense_ppl));
+        }
+        let context = self.texts[0].windows[0].len();
+        Ok(Evaluation {
+            program: PROGRAM.into(),
+            model: self.name.clone(),
+            fingerprint: self.fingerprint.clone(),
+            device: self.device.clone(),
+            seed: self.seed,
+            tokens: dense.nll.len(),
+            context,
+            windows: self.texts[0].windows.len(),
+            add_bos: self.add_bos,
+            texts: self.texts.iter().map(|t| t.text.clone()).collect(),
+            schemes: results,
+            dense_seconds,
+        })
+    }
+
+    fn windows(&self) -> Vec<&[u32]> {
+        self.texts.iter().flat_map(|t| t.windows.iter().map(Vec::as_slice)).collect()
+    }
+
+    /// Token losses of one window under any attention.
+    fn losses(&self, model: &LanguageModel, window: &[u32], attention: &mut dyn Attention) -> Result<Vec<f64>, LabError> {
+        let hidden = model.hidden(model.ids(window, 1, 0)?, 0, attention);
+        Ok(model.token_nll(hidden.narrow(1, 0, window.len() - 1), &window[1..])?)
+    }
+
+    fn checked(&self, scheme: &str, window: usize, nll: Vec<f64>) -> Result<Vec<f64>, LabError> {
+        match nll.iter().all(|v| v.is_finite()) {
+            true => Ok(nll),
+            false => Err(LabError::NotFinite { scheme: scheme.into(), window }),
+        }
+    }
+
+    fn modules(&self, planned: &PlannedScheme) -> Vec<HeadqAttention> {
+        let device = self.model.device();
+        let layers = self.model.config().num_layers;
+        (0..layers).map(|layer| HeadqAttention::new(planned.scheme, planned.basis.as_ref(), layer, &device)).collect()
+    }
+
+    fn dense_pass(&self, measured: &[PlannedScheme], observer: &dyn Observer) -> Result<DensePart, LabError> {
+        let windows = self.windows();
+        let mut whole = DensePart { nll: Vec::new(), diagnostics: vec![Diagnostics::default(); measured.len()] };
+        map_in_order(
+            "dense",
+            windows.len(),
+            self.threads,
+            observer,
+            || (self.model.clone(), measured.iter().map(|s| self.modules(s)).collect::<Vec<_>>()),
+            |(model, modules), i| {
+                let mut probe = LayerProbe::new(modules.iter().map(Vec::as_slice).collect());
+                let nll = self.losses(model, windows[i], &mut probe)?;
+                Ok((self.checked("dense", i, nll)?, probe.finish()))
+            },
+            |_, (nll, diagnostics)| {
+                whole.nll.extend(nll);
+                whole.diagnostics.iter_mut().zip(&diagnostics).for_each(|(t, d)| t.merge(d));
+            },
+        )?;
+        Ok(whole)
+    }
+
+    fn scheme_pass(&self, planned: &PlannedScheme, observer: &dyn Observer) -> Result<Vec<f64>, LabError> {
+        let windows = self.windows();
+        let layers = self.model.config().num_layers;
+        let mut whole = Vec::new();
+        map_in_order(
+            &planned.asked,
+            windows.len(),
+            self.threads,
+            observer,
+            || (self.model.clone(), QuantizedCache::teacher_forced(planned.scheme, planned.basis.as_ref(), layers, &self.model.device())),
+            |(model, cache), i| self.checked(&planned.asked, i, self.losses(model, windows[i], cache)?),
+            |_, nll| whole.extend(nll),
+        )?;
+        Ok(whole)
+    }
+
+    fn result(
+        &self,
+        planned: &PlannedScheme,
+        nll: &[f64],
+        dense: &[f64],
+        diagnostics: Option<&Diagnostics>,
+        seconds: Option<f64>,
+    ) -> SchemeResult {
+        let shape = head_shape(self.model.config());
+        let context = self.texts[0].windows[0].len();
+        let budget = Budget::of(&planned.scheme, &shape, context);
+        let mean = |x: &[f64]| x.iter().sum::<f64>() / x.len() as f64;
+        let differences: Vec<f64> = nll.iter().zip(dense).map(|(a, b)| a - b).collect();
+        let (difference, n) = (mean(&differences), differences.len() as f64);
+        let variance = differences.iter().map(|d| (d - difference).powi(2)).sum::<f64>() / (n - 1.0);
+        let mut rest = nll;
+        let nll_by_text = self
+            .texts
+            .iter()
+            .map(|t| {
+                let (own, others) = rest.split_at(t.windows.iter().map(|w| w.len() - 1).sum());
+                rest = others;
+                mean(own)
+            })
+            .collect();
+        SchemeResult {
+            scheme: planned.asked.clone(),
+            canonical: planned.scheme.to_string(),
+            ppl: mean(nll).exp(),
+            nll: mean(nll),
+            key_bits: budget.key_bits,
+            value_bits: budget.value_bits,
+            cache_bits: budget.cache_bits,
+            bytes_per_token: budget.bytes_per_token,
+            fisher: diagnostics.and_then(Diagnostics::fisher),
+            kl: diagnostics.and_then(Diagnostics::kl),
+            key_mse: diagnostics.and_then(Diagnostics::key_mse),
+            key_mse_corrected: diagnostics.and_then(Diagnostics::key_mse_corrected),
+            value_mse: diagnostics.and_then(Diagnostics::value_mse),
+            readout_error: diagnostics.and_then(Diagnostics::readout_error),
+            readout_diagonal: diagnostics.and_then(Diagnostics::readout_diagonal),
+            output_error: diagnostics.and_then(Diagnostics::output_error),
+            excess_removed: None,
+            nll_minus_dense: difference,
+            nll_minus_dense_se: (n > 1.0).then(|| (variance / n).sqrt()),
+            nll_by_text,
+            seconds,
+        }
+    }
+}
+
+fn timed<T>(work: impl FnOnce() -> Result<T, LabError>) -> Result<(T, f64), LabError> {
+    let start = std::time::Instant::now();
+    Ok((work()?, start.elapsed().as_secs_f64()))
+}
+
+/// Takes a part from the store, or makes and keeps it.
+fn part<T: Serialize + for<'de> Deserialize<'de>>(
+    store: &dyn PartStore,
+    name: &str,
+    make: impl FnOnce() -> Result<T, LabError>,
+) -> Result<T, LabError> {
+    if let Some(value) = store.get(name)?
+        && let Ok(part) = serde_json::from_value(value)
+    {
+        return Ok(part);
+    }
+    let part = make()?;
+    let value = serde_json::to_value(&part).map_err(|e| LabError::Usage(format!("part {name}: {e}")))?;
+    store.put(name, &value)?;
+    Ok(part)
+}

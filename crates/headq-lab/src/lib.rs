@@ -1,0 +1,21 @@
+//! Experiments on quantized KV caches: calibration, evaluation, and the artifacts and reports that they leave.
+
+pub mod artifact;
+pub mod calibrate;
+mod device;
+mod error;
+pub mod evaluate;
+pub mod memory;
+mod observe;
+pub mod report;
+pub mod run;
+pub mod text;
+pub mod workers;
+
+pub use calibrate::calibrate;
+pub use device::parse_device;
+pub use error::LabError;
+pub use observe::{Observer, Silent};
+
+/// Program and version, as artifacts and reports state it.
+pub const PROGRAM: &str = concat!("headq ", env!("CARGO_PKG_VERSION"));

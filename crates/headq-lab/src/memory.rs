@@ -1,0 +1,38 @@
+//! What a run will need, said before it starts.
+
+use headq_models::ModelConfig;
+
+/// Bytes of memory that a pass over windows will need at most, roughly.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Estimate {
+    /// Weights, f32.
+    pub weights: u64,
+    /// Activations, scores and logits of the windows in flight.
+    pub activations: u64,
+}
+
+impl Estimate {
+    /// For `workers` windows of `context` tokens in flight.
+    pub fn of(config: &ModelConfig, parameters: u64, context: usize, workers: usize) -> Self {
+        let t = context as u64;
+        let tile = t.min(128);
+        let logits = 2 * tile * config.vocab_size as u64;
+        // Scores of a tile exist as scores, biased scores, probabilities and their copies on the host.
+        let scores = 6 * config.num_heads as u64 * tile * t;
+        let widths = 4 * config.hidden_size + 3 * config.intermediate_size + 6 * (config.query_width() + 2 * config.kv_width());
+        let floats = logits + scores + t * widths as u64;
+        Self { weights: 4 * parameters, activations: 4 * workers as u64 * floats }
+    }
+
+    /// Weights and activations together.
+    pub fn total(&self) -> u64 {
+        self.weights + self.activations
+    }
+}
+
+/// Memory of this machine that is free for use, in bytes; `None` where the system does not say.
+pub fn available() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find(|l| l.starts_with("MemAvailable:"))?;
+    Some(line.split_whitespace().nth(1)?.parse::<u64>().ok()? * 1024)
+}

@@ -1,0 +1,26 @@
+//! What long work tells the outside, and how it is stopped.
+
+/// Watches long work. Implementations show progress bars, or nothing.
+pub trait Observer: Sync {
+    /// Work named `what` begins, in `total` steps.
+    fn begin(&self, what: &str, total: usize);
+    /// One step is done.
+    fn step(&self);
+    /// The work is done.
+    fn end(&self);
+    /// Whether to stop at the next opportunity.
+    fn cancelled(&self) -> bool;
+}
+
+/// Shows nothing and never stops.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Silent;
+
+impl Observer for Silent {
+    fn begin(&self, _: &str, _: usize) {}
+    fn step(&self) {}
+    fn end(&self) {}
+    fn cancelled(&self) -> bool {
+        false
+    }
+}

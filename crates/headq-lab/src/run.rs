@@ -1,0 +1,396 @@
+//! `headq run`: calibration, bases and evaluation from one configuration, into one folder.
+//!
+//! The folder holds `run.json` (what was asked, of which model and texts), the artifacts, `parts/` (finished parts of the
+//! evaluation), and at the end `report.json` and `report.md`. Started again with the same configuration, a run goes on from what is
+//! there; with another one it is an error, and nothing is touched.
+
+use std::path::{Path, PathBuf};
+
+use headq::scheme::{BaseScheme, Scheme};
+use headq_models::{Fingerprint, LoadOptions, LoadedModel, Tokenizer, load};
+use serde::{Deserialize, Serialize};
+
+use crate::artifact::{BasisArtifact, StatsArtifact, check_writable, write_atomic};
+use crate::evaluate::{Evaluation, PartStore, PlannedScheme, Request, Sources};
+use crate::text::{WindowOptions, Windows, load_windows};
+use crate::{LabError, Observer, calibrate, parse_device, report};
+
+/// A run's configuration, as TOML. Paths are relative to the file, and `${NAME}` stands for an environment variable.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RunConfig {
+    /// Name of the run, and of its folder under `runs/`.
+    pub name: String,
+    /// Model: a folder or a file.
+    pub model: String,
+    /// Device.
+    #[serde(default = "default_device")]
+    pub device: String,
+    /// Seed of random bases.
+    #[serde(default)]
+    pub seed: u64,
+    /// Begin every window with the beginning-of-sequence token.
+    #[serde(default)]
+    pub add_bos: bool,
+    /// Text to calibrate on; needed where a scheme has a side code and no basis file covers it.
+    pub calibrate: Option<TextConfig>,
+    /// What to evaluate.
+    pub eval: EvalConfig,
+}
+
+/// Text and windows.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TextConfig {
+    /// One file, or a list.
+    pub text: OneOrMany,
+    /// Use only the first so many characters of each.
+    pub max_chars: Option<usize>,
+    /// Tokens in a window.
+    pub context: usize,
+    /// Windows of each text.
+    pub windows: usize,
+}
+
+/// Text, windows and schemes.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EvalConfig {
+    /// One file, or a list.
+    pub text: OneOrMany,
+    /// Use only the first so many characters of each.
+    pub max_chars: Option<usize>,
+    /// Tokens in a window.
+    pub context: usize,
+    /// Windows of each text.
+    pub windows: usize,
+    /// Schemes in their written form.
+    pub schemes: Vec<String>,
+    /// Basis artifacts to use before deriving any.
+    #[serde(default)]
+    pub basis: Vec<String>,
+}
+
+/// A string or a list of strings.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum OneOrMany {
+    /// One.
+    One(String),
+    /// A list.
+    Many(Vec<String>),
+}
+
+impl OneOrMany {
+    fn as_slice(&self) -> &[String] {
+        match self {
+            OneOrMany::One(one) => std::slice::from_ref(one),
+            OneOrMany::Many(many) => many,
+        }
+    }
+}
+
+fn default_device() -> String {
+    "flex".into()
+}
+
+impl RunConfig {
+    /// Reads a configuration and resolves its paths and environment variables.
+    ///
+    /// # Errors
+    /// [`LabError::Config`] naming the key and what is expected.
+    pub fn load(path: &Path) -> Result<Self, LabError> {
+        let text = std::fs::read_to_string(path).map_err(LabError::io(path))?;
+        let fail = |reason: String| LabError::Config { path: path.to_owned(), reason };
+        let mut config: RunConfig = toml::from_str(&text).map_err(|e| {
+            let line = e.span().map_or(String::new(), |s| format!("line {}: ", text[..s.start].lines().count().max(1)));
+            fail(format!("{line}{}", e.message().replace('\n', " ")))
+        })?;
+        let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+        if config.name.is_empty() || config.name.starts_with('.') || !config.name.chars().all(plain) {
+            return Err(fail(format!("name '{}': expected letters, digits, '-', '_' and '.'; it names a folder", config.name)));
+        }
+        if config.eval.schemes.is_empty() {
+            return Err(fail("eval.schemes is empty; list at least one scheme, e.g. \"kivi-2(g=32,r=32)\"".into()));
+        }
+        let folder = path.parent().unwrap_or(Path::new("")).to_owned();
+        let resolve = |value: &mut String| -> Result<(), LabError> {
+            let expanded = expand(value, &|name| std::env::var(name).ok()).map_err(fail)?;
+            *value = folder.join(expanded).to_string_lossy().into_owned();
+            Ok(())
+        };
+        resolve(&mut config.model)?;
+        for texts in [Some(&mut config.eval.text), config.calibrate.as_mut().map(|c| &mut c.text)].into_iter().flatten() {
+            match texts {
+                OneOrMany::One(one) => resolve(one)?,
+                OneOrMany::Many(many) if many.is_empty() => return Err(fail("text is an empty list; name at least one file".into())),
+                OneOrMany::Many(many) => many.iter_mut().try_for_each(&resolve)?,
+            }
+        }
+        config.eval.basis.iter_mut().try_for_each(resolve)?;
+        Ok(config)
+    }
+}
+
+/// Replaces `${NAME}` by what `lookup` gives.
+fn expand(text: &str, lookup: &dyn Fn(&str) -> Option<String>) -> Result<String, String> {
+    let mut out = String::new();
+    let mut rest = text;
+    while let Some(start) = rest.find("${") {
+        let end = rest[start..].find('}').ok_or_else(|| format!("'{text}' opens ${{ and does not close it"))? + start;
+        let name = &rest[start + 2..end];
+        out += &rest[..start];
+        out += &lookup(name).ok_or_else(|| format!("'{text}' needs the environment variable {name}, which is not set"))?;
+        rest = &rest[end + 1..];
+    }
+    Ok(out + rest)
+}
+
+/// What a run is: written first, compared when it is started again.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+struct Manifest {
+    program: String,
+    config: RunConfig,
+    model: Fingerprint,
+    texts: Vec<crate::text::TextInfo>,
+}
+
+/// A run's folder.
+struct Folder(PathBuf);
+
+impl Folder {
+    /// Makes the folder, or takes up a run of the same manifest.
+    fn open(path: &Path, manifest: &Manifest) -> Result<Self, LabError> {
+        let file = path.join("run.json");
+        if file.exists() {
+            let bytes = std::fs::read(&file).map_err(LabError::io(&file))?;
+            let found: Option<Manifest> = serde_json::from_slice(&bytes).ok();
+            let other = |what: &str| LabError::Artifact {
+                path: path.to_owned(),
+                reason: format!("holds a run with another {what}; give another --out, or remove the folder"),
+            };
+            match found {
+                None => return Err(other("or unreadable run.json")),
+                Some(f) if f.model != manifest.model => return Err(other("model")),
+                Some(f) if f.texts != manifest.texts => return Err(other("text")),
+                Some(f) if f.config != manifest.config => return Err(other("configuration")),
+                Some(f) if f.program != manifest.program => return Err(other("version of this program")),
+                Some(_) => return Ok(Self(path.to_owned())),
+            }
+        }
+        if path.exists() && std::fs::read_dir(path).map_err(LabError::io(path))?.next().is_some() {
+            let reason = "is not empty and holds no run; give another --out".into();
+            return Err(LabError::Artifact { path: path.to_owned(), reason });
+        }
+        std::fs::create_dir_all(path.join("parts")).map_err(LabError::io(path))?;
+        check_writable(&file)?;
+        write_json(&file, manifest)?;
+        Ok(Self(path.to_owned()))
+    }
+}
+
+impl PartStore for Folder {
+    fn get(&self, part: &str) -> Result<Option<serde_json::Value>, LabError> {
+        let path = self.0.join("parts").join(format!("{part}.json"));
+        match std::fs::read(&path) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(LabError::io(&path)(e)),
+            Ok(bytes) => Ok(serde_json::from_slice(&bytes).ok()),
+        }
+    }
+
+    fn put(&self, part: &str, value: &serde_json::Value) -> Result<(), LabError> {
+        write_json(&self.0.join("parts").join(format!("{part}.json")), value)
+    }
+}
+
+fn write_json(path: &Path, value: &impl Serialize) -> Result<(), LabError> {
+    let mut bytes = serde_json::to_vec_pretty(value).map_err(|e| LabError::Artifact { path: path.to_owned(), reason: e.to_string() })?;
+    bytes.push(b'\n');
+    write_atomic(path, &bytes)
+}
+
+/// A file name out of a scheme: `kivi-2(g=32,r=32)` → `kivi-2_g32_r32`.
+fn slug(text: &str) -> String {
+    let kept = text.chars().filter_map(|c| match c {
+        '=' | ')' => None,
+        c if c.is_ascii_alphanumeric() || c == '-' || c == '.' => Some(c),
+        _ => Some('_'),
+    });
+    kept.collect()
+}
+
+/// Bases of the schemes' residuals that must be calibrated: each residual-dependent side scheme's base quantizer, or any one where
+/// queries alone matter.
+fn bases_to_calibrate(schemes: &[Scheme]) -> Vec<BaseScheme> {
+    let with_side = || schemes.iter().filter_map(|s| Some((s.key?.base, s.key?.side?)));
+    let mut bases: Vec<BaseScheme> = Vec::new();
+    let comparable = |mut b: BaseScheme| {
+        b.flush.residual = 0;
+        b
+    };
+    for (base, side) in with_side() {
+        if side.family.uses_residual() && !bases.iter().any(|b| comparable(*b) == comparable(base)) {
+            bases.push(base);
+        }
+    }
+    match (bases.is_empty(), with_side().next()) {
+        (true, Some((base, _))) => vec![base],
+        _ => bases,
+    }
+}
+
+/// Settings that come from the command line rather than the configuration.
+#[derive(Debug, Clone)]
+pub struct RunOptions {
+    /// The run's folder.
+    pub out: PathBuf,
+    /// Cores to use.
+    pub threads: usize,
+    /// The command that was given, for the report.
+    pub command: String,
+}
+
+/// Called once the model is loaded, with the context and the parameter count, before anything heavy starts.
+pub type Announce<'a> = &'a dyn Fn(&LoadedModel, usize);
+
+/// Carries out a run, or goes on with it.
+///
+/// # Errors
+/// On any bad input, before the folder is touched where possible; on interruption, with finished parts kept.
+pub fn run(config: &RunConfig, options: &RunOptions, observer: &dyn Observer, announce: Announce) -> Result<Evaluation, LabError> {
+    let schemes: Vec<Scheme> = config.eval.schemes.iter().map(|s| s.parse()).collect::<Result<_, headq::Error>>()?;
+    let device = parse_device(&config.device)?;
+    let loaded = load(&config.model, &device, &LoadOptions::default())?;
+    schemes.iter().try_for_each(|s| s.check(loaded.config().head_dim))?;
+    let tokenizer = loaded.tokenizer()?;
+    let eval_texts = windows(&config.eval.text, &tokenizer, &window_options(config, &config.eval))?;
+    let calibration_texts = match &config.calibrate {
+        None => Vec::new(),
+        Some(c) => windows(&c.text, &tokenizer, &WindowOptions { max_chars: c.max_chars, context: c.context, windows: c.windows, add_bos: config.add_bos })?,
+    };
+    let given = Sources::load::<String>(&[], &config.eval.basis, &loaded.fingerprint)?;
+    announce(&loaded, config.eval.context.max(config.calibrate.as_ref().map_or(0, |c| c.context)));
+    let manifest = Manifest {
+        program: crate::PROGRAM.into(),
+        config: config.clone(),
+        model: loaded.fingerprint.clone(),
+        texts: calibration_texts.iter().chain(&eval_texts).map(|t| t.text.clone()).collect(),
+    };
+    let folder = Folder::open(&options.out, &manifest)?;
+    let sources = calibrated(config, &schemes, given, &loaded, &calibration_texts, &folder, options, observer)?;
+    let planned = config.eval.schemes.iter().map(|s| sources.plan(s, loaded.config(), config.seed)).collect::<Result<Vec<_>, _>>()?;
+    keep_bases(&planned, &sources, &folder, config.seed)?;
+    let request = Request {
+        model: &loaded.model,
+        fingerprint: &loaded.fingerprint,
+        name: config.model.clone(),
+        device: config.device.clone(),
+        texts: &eval_texts,
+        add_bos: config.add_bos,
+        schemes: &planned,
+        seed: config.seed,
+        diagnostics: true,
+        threads: options.threads,
+        timings: false,
+    };
+    let evaluation = request.run(observer, &folder)?;
+    write_json(&folder.0.join("report.json"), &evaluation)?;
+    write_atomic(&folder.0.join("report.md"), report::markdown(&config.name, &evaluation, &options.command).as_bytes())?;
+    Ok(evaluation)
+}
+
+fn window_options(config: &RunConfig, eval: &EvalConfig) -> WindowOptions {
+    WindowOptions { max_chars: eval.max_chars, context: eval.context, windows: eval.windows, add_bos: config.add_bos }
+}
+
+fn windows(texts: &OneOrMany, tokenizer: &Tokenizer, options: &WindowOptions) -> Result<Vec<Windows>, LabError> {
+    texts.as_slice().iter().map(|path| load_windows(Path::new(path), tokenizer, options)).collect()
+}
+
+/// Statistics for every scheme that no given basis covers, from the folder or newly made.
+#[allow(clippy::too_many_arguments)]
+fn calibrated(
+    config: &RunConfig,
+    schemes: &[Scheme],
+    mut sources: Sources,
+    loaded: &LoadedModel,
+    texts: &[Windows],
+    folder: &Folder,
+    options: &RunOptions,
+    observer: &dyn Observer,
+) -> Result<Sources, LabError> {
+    let covered = |s: &Scheme| sources.plan(&s.to_string(), loaded.config(), config.seed).is_ok();
+    let open: Vec<Scheme> = schemes.iter().copied().filter(|s| s.side().is_some() && !covered(s)).collect();
+    let bases = bases_to_calibrate(&open);
+    if let (Some(base), true) = (bases.first(), texts.is_empty()) {
+        return Err(LabError::Usage(format!("schemes on {base} need a basis, and the configuration has no [calibrate] section to derive one from")));
+    }
+    for base in bases {
+        let path = folder.0.join(format!("stats-{}.safetensors", slug(&base.to_string())));
+        let artifact = match path.exists() {
+            true => StatsArtifact::load(&path)?,
+            false => {
+                let made = calibrate(&loaded.model, &loaded.fingerprint, texts, config.add_bos, base, options.threads, observer)?;
+                made.save(&path)?;
+                made
+            }
+        };
+        artifact.header.check_model(&path, &loaded.fingerprint)?;
+        sources.stats.push((path, artifact));
+    }
+    Ok(sources)
+}
+
+/// Leaves every derived basis in the folder, for use elsewhere.
+fn keep_bases(planned: &[PlannedScheme], sources: &Sources, folder: &Folder, seed: u64) -> Result<(), LabError> {
+    for planned in planned {
+        let (Some(side), Some(basis)) = (planned.scheme.side(), &planned.basis) else { continue };
+        let Some(base) = planned.scheme.key.map(|k| k.base) else { continue };
+        let name = format!("basis-{}-rank{}-{}-{}.safetensors", side.family, side.rank, side.scope, slug(&base.to_string()));
+        let path = folder.0.join(name);
+        let Some((_, stats)) = sources.stats.first() else { continue };
+        if path.exists() || sources.bases.iter().any(|(_, b)| b.basis == *basis) {
+            continue;
+        }
+        let mut artifact = BasisArtifact { header: stats.header.clone(), basis: basis.clone() };
+        if side.family.uses_residual() {
+            artifact.header.base = base.to_string();
+        }
+        artifact.header.kind = "basis".into();
+        artifact.header.basis = Some(crate::artifact::BasisHeader {
+            family: side.family,
+            rank: side.rank,
+            scope: side.scope.to_string(),
+            seed,
+            loss: None,
+        });
+        artifact.save(&path)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn variables_are_expanded() {
+        let lookup = |name: &str| (name == "A").then(|| "x".to_string());
+        assert_eq!(expand("${A}/b${A}", &lookup).unwrap(), "x/bx");
+        assert!(expand("${B}/b", &lookup).unwrap_err().contains("environment variable B, which is not set"));
+        assert!(expand("${A", &lookup).unwrap_err().contains("does not close"));
+    }
+
+    #[test]
+    fn one_calibration_serves_all_schemes_that_only_need_queries() {
+        let parse = |texts: &[&str]| texts.iter().map(|t| t.parse().unwrap()).collect::<Vec<Scheme>>();
+        let bases = |texts: &[&str]| bases_to_calibrate(&parse(texts)).iter().map(ToString::to_string).collect::<Vec<_>>();
+        assert!(bases(&["dense", "kivi-2"]).is_empty());
+        assert_eq!(bases(&["kivi-2+query-pca(rank=4,bits=4)", "kivi-3+random(rank=4,bits=4)"]), ["kivi-2(g=32,r=32)"]);
+        assert_eq!(
+            bases(&["kivi-2+query-pca(rank=4,bits=4)", "kivi-3+score-optimal(rank=4,bits=4)", "kivi-3(r=64)+residual-pca(rank=2,bits=4)"]),
+            ["kivi-3(g=32,r=32)"]
+        );
+    }
+}

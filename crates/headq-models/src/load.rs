@@ -1,0 +1,236 @@
+//! From a path to a model.
+
+use std::path::{Path, PathBuf};
+
+use burn::tensor::Device;
+
+use crate::config::ModelConfig;
+use crate::error::ModelError;
+use crate::fingerprint::Fingerprint;
+use crate::gguf_config;
+use crate::model::LanguageModel;
+use crate::source::{GgufFile, GgufSource, SafetensorsSource, TensorSource};
+use crate::tokenizer::Tokenizer;
+use crate::weights;
+
+/// How to load a model.
+#[derive(Debug, Clone)]
+pub struct LoadOptions {
+    /// Name of the config file within a model folder; `config.json` by default.
+    pub config_file: String,
+}
+
+impl Default for LoadOptions {
+    fn default() -> Self {
+        Self { config_file: "config.json".into() }
+    }
+}
+
+/// What is known of a model without reading its weights.
+#[derive(Debug, Clone)]
+pub struct Description {
+    /// The file or folder as given.
+    pub path: PathBuf,
+    /// Format and number of files, e.g. `safetensors, 3 shards`.
+    pub format: String,
+    /// The configuration.
+    pub config: ModelConfig,
+    /// Stored tensors.
+    pub tensors: usize,
+    /// Element types on disk and how many tensors have each, the most frequent first.
+    pub stored_types: Vec<(String, usize)>,
+    /// Bytes of all tensors on disk.
+    pub bytes: u64,
+    /// Parameters of the model, a tied head counted once.
+    pub parameters: u64,
+}
+
+/// A model ready to run.
+pub struct LoadedModel {
+    /// The model, f32, on the device asked for.
+    pub model: LanguageModel,
+    /// Identity, for artifacts.
+    pub fingerprint: Fingerprint,
+    /// What was loaded.
+    pub description: Description,
+    tokenizer: TokenizerSource,
+}
+
+impl std::fmt::Debug for LoadedModel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "LoadedModel({}: {})", self.description.path.display(), self.fingerprint)
+    }
+}
+
+impl LoadedModel {
+    /// The configuration.
+    pub fn config(&self) -> &ModelConfig {
+        self.model.config()
+    }
+
+    /// The model's tokenizer, built on each call.
+    ///
+    /// # Errors
+    /// If the model came without one, or with one that does not fit.
+    pub fn tokenizer(&self) -> Result<Tokenizer, ModelError> {
+        self.tokenizer.load(self.config())
+    }
+}
+
+enum TokenizerSource {
+    Folder(PathBuf),
+    Gguf(Box<GgufFile>),
+}
+
+impl TokenizerSource {
+    fn load(&self, config: &ModelConfig) -> Result<Tokenizer, ModelError> {
+        match self {
+            Self::Folder(folder) => Tokenizer::from_folder(folder, config),
+            Self::Gguf(header) => Tokenizer::from_gguf(header, config),
+        }
+    }
+}
+
+/// Loads a model: a folder with a config and safetensors, a `.gguf` file, or a folder with one.
+///
+/// # Errors
+/// [`ModelError`]: one line that says what is wrong with which file.
+pub fn load(path: impl AsRef<Path>, device: &Device, options: &LoadOptions) -> Result<LoadedModel, ModelError> {
+    let opened = Opened::new(path.as_ref(), options)?;
+    let source = opened.source();
+    let model = weights::load(&opened.config, source, device)?;
+    let fingerprint = Fingerprint::new(&opened.config, source);
+    let description = opened.describe();
+    let tokenizer = match opened.files {
+        Files::Safetensors(folder, _) => TokenizerSource::Folder(folder),
+        Files::Gguf(source) => TokenizerSource::Gguf(Box::new(source.into_header())),
+    };
+    tracing::info!("{}: {fingerprint}", description.path.display());
+    Ok(LoadedModel { model, fingerprint, description, tokenizer })
+}
+
+/// Reads the config and all headers, and checks that every tensor is there with the right shape; reads no weights.
+///
+/// # Errors
+/// As [`load`].
+pub fn describe(path: impl AsRef<Path>, options: &LoadOptions) -> Result<Description, ModelError> {
+    let opened = Opened::new(path.as_ref(), options)?;
+    weights::check(&opened.config, opened.source())?;
+    Ok(opened.describe())
+}
+
+/// The fingerprint of a model on disk: as [`describe`], and reads all bytes.
+///
+/// # Errors
+/// As [`load`].
+pub fn fingerprint(path: impl AsRef<Path>, options: &LoadOptions) -> Result<Fingerprint, ModelError> {
+    let opened = Opened::new(path.as_ref(), options)?;
+    weights::check(&opened.config, opened.source())?;
+    Ok(Fingerprint::new(&opened.config, opened.source()))
+}
+
+/// The tokenizer of a model on disk, without the weights.
+///
+/// # Errors
+/// As [`load`], and if there is no tokenizer or it does not fit.
+pub fn tokenizer(path: impl AsRef<Path>, options: &LoadOptions) -> Result<Tokenizer, ModelError> {
+    let opened = Opened::new(path.as_ref(), options)?;
+    match &opened.files {
+        Files::Safetensors(folder, _) => Tokenizer::from_folder(folder, &opened.config),
+        Files::Gguf(source) => Tokenizer::from_gguf(source.header(), &opened.config),
+    }
+}
+
+enum Files {
+    Safetensors(PathBuf, SafetensorsSource),
+    Gguf(GgufSource),
+}
+
+/// A model's files, headers read and checked.
+struct Opened {
+    path: PathBuf,
+    config: ModelConfig,
+    files: Files,
+}
+
+impl Opened {
+    fn new(path: &Path, options: &LoadOptions) -> Result<Self, ModelError> {
+        let (config, files) = match locate(path, options)? {
+            Location::Folder => {
+                let config = read_config(&path.join(&options.config_file))?;
+                (config, Files::Safetensors(path.to_owned(), SafetensorsSource::open(path)?))
+            }
+            Location::Gguf(file) => {
+                let source = GgufSource::open(&file)?;
+                (gguf_config::config(&source)?, Files::Gguf(source))
+            }
+        };
+        Ok(Self { path: path.to_owned(), config, files })
+    }
+
+    fn source(&self) -> &dyn TensorSource {
+        match &self.files {
+            Files::Safetensors(_, source) => source,
+            Files::Gguf(source) => source,
+        }
+    }
+
+    fn describe(&self) -> Description {
+        let source = self.source();
+        let mut stored_types: Vec<(String, usize)> = Vec::new();
+        for tensor in source.tensors() {
+            let name = tensor.stored.to_string();
+            match stored_types.iter_mut().find(|(known, _)| *known == name) {
+                Some((_, count)) => *count += 1,
+                None => stored_types.push((name, 1)),
+            }
+        }
+        stored_types.sort_by(|a, b| b.1.cmp(&a.1).then(a.0.cmp(&b.0)));
+        Description {
+            path: self.path.clone(),
+            format: source.format(),
+            config: self.config.clone(),
+            tensors: source.tensors().len(),
+            stored_types,
+            bytes: source.total_bytes(),
+            parameters: weights::parameter_count(&self.config),
+        }
+    }
+}
+
+enum Location {
+    Folder,
+    Gguf(PathBuf),
+}
+
+fn locate(path: &Path, options: &LoadOptions) -> Result<Location, ModelError> {
+    let not_a_model = |reason: String| ModelError::NotAModel { path: path.to_owned(), reason };
+    let is_gguf = |p: &Path| p.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf"));
+    if !path.exists() {
+        return Err(ModelError::NotFound(path.to_owned()));
+    }
+    if path.is_file() {
+        return match is_gguf(path) {
+            true => Ok(Location::Gguf(path.to_owned())),
+            false => Err(not_a_model("not a .gguf file; for safetensors give the folder that has config.json".into())),
+        };
+    }
+    if path.join(&options.config_file).is_file() {
+        return Ok(Location::Folder);
+    }
+    let entries = std::fs::read_dir(path).map_err(ModelError::io(path))?;
+    let mut ggufs: Vec<PathBuf> = entries.flatten().map(|e| e.path()).filter(|p| is_gguf(p)).collect();
+    ggufs.sort();
+    match (ggufs.pop(), ggufs.len()) {
+        (None, _) => Err(not_a_model(format!("no {} in this folder, and no .gguf file", options.config_file))),
+        (Some(one), 0) => Ok(Location::Gguf(one)),
+        (Some(_), more) => Err(not_a_model(format!("{} .gguf files in this folder; name one of them", more + 1))),
+    }
+}
+
+fn read_config(path: &Path) -> Result<ModelConfig, ModelError> {
+    let file = path.display().to_string();
+    let bytes = std::fs::read(path).map_err(ModelError::io(path))?;
+    let json = serde_json::from_slice(&bytes).map_err(|e| ModelError::corrupt(&file, format!("not JSON ({e})")))?;
+    ModelConfig::from_json_named(&json, &file)
+}

@@ -1,0 +1,266 @@
+//! Vector loops on the host: exponentials and the reductions that need them.
+//!
+//! Plain loops over fixed lanes, compiled for the best instruction set that the running machine has ([`pulp`] dispatches). Lanes are
+//! summed in a fixed order, so that results do not depend on the instruction set.
+
+use pulp::{Arch, NullaryFnOnce};
+
+/// Runs a loop compiled for the running machine. The loop is a method of a type, because that is what gets inlined into the code
+/// that may use the machine's instructions.
+macro_rules! vectorized {
+    (|$($name:ident: $type:ty),*| -> $output:ty $body:block) => {{
+        struct Loop<'a>($($type,)* std::marker::PhantomData<&'a ()>);
+        impl<'a> NullaryFnOnce for Loop<'a> {
+            type Output = $output;
+            #[inline(always)]
+            fn call(self) -> $output {
+                let Loop($($name,)* _) = self;
+                $body
+            }
+        }
+        Arch::new().dispatch(Loop($($name,)* std::marker::PhantomData))
+    }};
+}
+
+/// Lanes of an accumulator: one AVX-512 register of f64.
+const LANES: usize = 8;
+
+/// e^x for finite x, to about 1 ulp; 0 and ∞ beyond the range of f64. Cody–Waite reduction and a Taylor polynomial.
+#[inline(always)]
+fn exp64(x: f64) -> f64 {
+    const LOG2_E: f64 = std::f64::consts::LOG2_E;
+    const LN2_HIGH: f64 = 6.931_471_803_691_238e-1;
+    const LN2_LOW: f64 = 1.908_214_929_270_587_7e-10;
+    /// 1.5·2⁵²: adding it rounds to a whole number, which stands in the low bits.
+    const ROUND: f64 = 6_755_399_441_055_744.0;
+    let clamped = x.clamp(-708.0, 709.0);
+    let shifted = clamped.mul_add(LOG2_E, ROUND);
+    let n = shifted - ROUND;
+    let r = n.mul_add(-LN2_LOW, n.mul_add(-LN2_HIGH, clamped));
+    // 1/k! for k = 13 down to 0; |r| ≤ ln 2 / 2.
+    let mut p = 1.605_904_383_682_161_5e-10;
+    for c in [
+        2.087_675_698_786_81e-9,
+        2.505_210_838_544_172e-8,
+        2.755_731_922_398_589e-7,
+        2.755_731_922_398_589_3e-6,
+        2.480_158_730_158_73e-5,
+        1.984_126_984_126_984e-4,
+        1.388_888_888_888_889e-3,
+        8.333_333_333_333_333e-3,
+        4.166_666_666_666_666_4e-2,
+        1.666_666_666_666_666_6e-1,
+        0.5,
+        1.0,
+        1.0,
+    ] {
+        p = r.mul_add(p, c);
+    }
+    let scale = f64::from_bits(shifted.to_bits().wrapping_add(1023) << 52);
+    let y = p * scale;
+    let y = if x < -708.0 { 0.0 } else { y };
+    if x > 709.0 { f64::INFINITY } else { y }
+}
+
+/// e^x − 1 − x without cancellation; ≥ 0.
+#[inline(always)]
+fn exp_excess(x: f64) -> f64 {
+    // x²/2! + x³/3! + … + x⁸/8!; at 0.1 the next term is below 1e-12 of the first.
+    let mut series = 1.0 / 40_320.0;
+    for c in [1.0 / 5_040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5] {
+        series = x.mul_add(series, c);
+    }
+    let direct = exp64(x) - 1.0 - x;
+    if x.abs() < 0.1 { x * x * series } else { direct }
+}
+
+/// e^x for x ≤ 88, to about 2 ulp; 0 below −87.
+#[inline(always)]
+fn exp32(x: f32) -> f32 {
+    const LN2_HIGH: f32 = 0.693_359_4;
+    const LN2_LOW: f32 = -2.121_944_4e-4;
+    /// 1.5·2²³
+    const ROUND: f32 = 12_582_912.0;
+    let clamped = x.clamp(-87.0, 88.0);
+    let shifted = clamped.mul_add(std::f32::consts::LOG2_E, ROUND);
+    let n = shifted - ROUND;
+    let r = n.mul_add(-LN2_LOW, n.mul_add(-LN2_HIGH, clamped));
+    let mut p = 1.0 / 5_040.0;
+    for c in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
+        p = r.mul_add(p, c);
+    }
+    let y = p * f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
+    if x < -87.0 { 0.0 } else { y }
+}
+
+/// Σ over i of each of N terms, in fixed lanes.
+#[inline(always)]
+fn lane_sums<const N: usize>(p: &[f32], x: &[f32], term: impl Fn(f64, f64) -> [f64; N]) -> [f64; N] {
+    let mut lanes = [[0.0f64; LANES]; N];
+    let n = p.len().min(x.len());
+    let (p, x) = (&p[..n], &x[..n]);
+    let whole = n / LANES * LANES;
+    for (p, x) in p[..whole].chunks_exact(LANES).zip(x[..whole].chunks_exact(LANES)) {
+        for i in 0..LANES {
+            let terms = term(f64::from(p[i]), f64::from(x[i]));
+            for k in 0..N {
+                lanes[k][i] += terms[k];
+            }
+        }
+    }
+    let mut sums = lanes.map(|l| l.iter().sum::<f64>());
+    for i in whole..n {
+        let terms = term(f64::from(p[i]), f64::from(x[i]));
+        for k in 0..N {
+            sums[k] += terms[k];
+        }
+    }
+    sums
+}
+
+/// Σp and Σpx.
+pub(crate) fn mass_and_mean(p: &[f32], x: &[f32]) -> [f64; 2] {
+    vectorized!(|p: &'a [f32], x: &'a [f32]| -> [f64; 2] {
+        lane_sums(
+            p,
+            x,
+            #[inline(always)]
+            |p, x| [p, p * x],
+        )
+    })
+}
+
+/// Σp(x − μ)² and Σp(e^{x−μ} − 1 − (x − μ)).
+pub(crate) fn square_and_excess(p: &[f32], x: &[f32], mean: f64) -> [f64; 2] {
+    vectorized!(|p: &'a [f32], x: &'a [f32], mean: f64| -> [f64; 2] {
+        lane_sums(
+            p,
+            x,
+            #[inline(always)]
+            |p, x| {
+                let x = x - mean;
+                [p * x * x, p * exp_excess(x)]
+            },
+        )
+    })
+}
+
+/// e^x − 1 − x of one number.
+pub(crate) fn excess(x: f64) -> f64 {
+    exp_excess(x)
+}
+
+/// Σ(a − b)² and Σb².
+pub(crate) fn difference_and_norm(a: &[f32], b: &[f32]) -> [f64; 2] {
+    vectorized!(|a: &'a [f32], b: &'a [f32]| -> [f64; 2] {
+        lane_sums(
+            a,
+            b,
+            #[inline(always)]
+            |a, b| [(a - b) * (a - b), b * b],
+        )
+    })
+}
+
+/// log Σ e^x over a row, in nats, with the maximum subtracted and the sum in f64.
+///
+/// NaN where the row has a NaN; −∞ for an empty row.
+pub fn log_sum_exp(row: &[f32]) -> f64 {
+    let (max, sum) = vectorized!(|row: &'a [f32]| -> (f32, f64) {
+        const WIDE: usize = 16;
+        let whole = row.len() / WIDE * WIDE;
+        let mut max = [f32::NEG_INFINITY; WIDE];
+        for x in row[..whole].chunks_exact(WIDE) {
+            for i in 0..WIDE {
+                max[i] = if x[i] > max[i] { x[i] } else { max[i] };
+            }
+        }
+        let max = max.iter().chain(&row[whole..]).copied().fold(f32::NEG_INFINITY, f32::max);
+        // Each lane adds a block in f32 before it goes to f64: 64 terms lose less than 1e-5 of a term.
+        let mut sum = 0.0f64;
+        for block in row[..whole].chunks(WIDE * 64) {
+            let mut lanes = [0.0f32; WIDE];
+            for x in block.chunks_exact(WIDE) {
+                for i in 0..WIDE {
+                    lanes[i] += exp32(x[i] - max);
+                }
+            }
+            sum += lanes.iter().map(|&v| f64::from(v)).sum::<f64>();
+        }
+        (max, sum + row[whole..].iter().map(|&x| f64::from(exp32(x - max))).sum::<f64>())
+    });
+    f64::from(max) + sum.ln()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exponentials_agree_with_the_standard_library() {
+        for i in -70_000..=70_000 {
+            let x = f64::from(i) / 99.0;
+            let off = (exp64(x) / x.exp() - 1.0).abs();
+            assert!(off < 4e-16 * 3.0, "{x}: {off:e}");
+        }
+        for i in -8_600..=8_800 {
+            let x = i as f32 / 100.0;
+            let off = (f64::from(exp32(x)) / f64::from(x).exp() - 1.0).abs();
+            assert!(off < 3e-7, "{x}: {off:e}");
+        }
+        assert_eq!((exp64(-1e4), exp64(1e4), exp32(-200.0)), (0.0, f64::INFINITY, 0.0));
+        assert!(exp64(f64::NAN).is_nan() && exp32(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn exp_excess_loses_nothing_to_cancellation() {
+        // Σ_{k≥2} x^k/k!, summed from its smallest term.
+        let reference = |x: f64| {
+            let terms: Vec<f64> = (2..60)
+                .scan(x, |t, k| {
+                    *t *= x / f64::from(k);
+                    Some(*t)
+                })
+                .collect();
+            terms.iter().rev().sum::<f64>()
+        };
+        for x in [-3.0, -0.5, -0.1, -0.0999, -1e-3, -1e-9, 1e-12, 1e-6, 0.02, 0.0999, 0.1, 0.7, 2.0, 5.0] {
+            assert!((exp_excess(x) / reference(x) - 1.0).abs() < 1e-11, "{x}");
+        }
+        assert_eq!(exp_excess(0.0), 0.0);
+    }
+
+    #[test]
+    fn sums_cover_ragged_lengths() {
+        for n in [0, 1, 7, 8, 9, 63, 200] {
+            let p: Vec<f32> = (0..n).map(|i| (i % 5) as f32 / 7.0).collect();
+            let x: Vec<f32> = (0..n).map(|i| (i % 11) as f32 / 3.0 - 1.5).collect();
+            let pairs = || p.iter().zip(&x).map(|(&p, &x)| (f64::from(p), f64::from(x)));
+            let [mass, mean] = mass_and_mean(&p, &x);
+            assert!((mass - pairs().map(|(p, _)| p).sum::<f64>()).abs() < 1e-10);
+            assert!((mean - pairs().map(|(p, x)| p * x).sum::<f64>()).abs() < 1e-10);
+            let [square, excess] = square_and_excess(&p, &x, 0.3);
+            assert!((square - pairs().map(|(p, x)| p * (x - 0.3).powi(2)).sum::<f64>()).abs() < 1e-10);
+            let direct = pairs().map(|(p, x)| p * ((x - 0.3).exp() - 1.0 - (x - 0.3))).sum::<f64>();
+            assert!((excess - direct).abs() < 1e-9);
+            let [difference, norm] = difference_and_norm(&p, &x);
+            assert!((difference - pairs().map(|(p, x)| (p - x).powi(2)).sum::<f64>()).abs() < 1e-10);
+            assert!((norm - pairs().map(|(_, x)| x * x).sum::<f64>()).abs() < 1e-10);
+        }
+    }
+
+    #[test]
+    fn log_sum_exp_is_exact_over_long_and_short_rows() {
+        for n in [1usize, 5, 16, 17, 1024, 49_152] {
+            for shift in [-300.0f32, 0.0, 500.0] {
+                let row: Vec<f32> = (0..n).map(|i| ((i * 7919) % 1009) as f32 / 50.0 + shift).collect();
+                let max = f64::from(row.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+                let expected = max + row.iter().map(|&x| (f64::from(x) - max).exp()).sum::<f64>().ln();
+                assert!((log_sum_exp(&row) - expected).abs() < 1e-6, "{n} {shift}");
+            }
+        }
+        assert_eq!(log_sum_exp(&[]), f64::NEG_INFINITY);
+        assert!(log_sum_exp(&[1.0, f32::NAN, 2.0]).is_nan());
+        assert!(log_sum_exp(&[f32::NAN; 40]).is_nan());
+    }
+}
