@@ -4,6 +4,7 @@ mod args;
 mod commands;
 mod progress;
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -26,7 +27,8 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("error: {}", error.to_string().replace('\n', " "));
+            // Nothing is left to tell where standard error is closed.
+            let _ = writeln!(std::io::stderr(), "error: {}", error.to_string().replace(['\n', '\r'], " "));
             ExitCode::from(exit_status(&error))
         }
     }

@@ -1,5 +1,6 @@
 //! Progress bars, notes and interruption.
 
+use std::io::Write;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -8,13 +9,18 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
+/// A line on standard error; a closed one is no reason to stop.
+fn say(text: &str) {
+    let _ = writeln!(std::io::stderr(), "{text}");
+}
+
 /// The first Ctrl-C (or SIGTERM) asks for a clean end after the windows in flight, the second ends at once.
 pub fn catch_interrupts() {
     let handler = || {
         if INTERRUPTED.swap(true, Ordering::SeqCst) {
             std::process::exit(1);
         }
-        eprintln!("interrupted: finishing the windows in flight; press again to end at once");
+        say("interrupted: finishing the windows in flight; press again to end at once");
     };
     if let Err(error) = ctrlc::set_handler(handler) {
         tracing::warn!("Ctrl-C will end the program at once: {error}");
@@ -35,7 +41,7 @@ impl Bars {
     /// A note on standard error, above the bar.
     pub fn note(&self, text: &str) {
         if !self.quiet {
-            eprintln!("{text}");
+            say(text);
         }
     }
 
@@ -70,7 +76,7 @@ impl Observer for Bars {
             if let Some(bar) = slot.take() {
                 let (what, windows, time) = (bar.message(), bar.position(), bar.elapsed());
                 bar.finish_and_clear();
-                eprintln!("{what}: {windows} windows in {:.1} s", time.as_secs_f64());
+                say(&format!("{what}: {windows} windows in {:.1} s", time.as_secs_f64()));
             }
         });
     }

@@ -186,7 +186,11 @@ impl<'a> File<'a> {
         if value.get("kind").and_then(serde_json::Value::as_str) != Some(kind) {
             return Err(artifact_error(path, format!("expected {kind}, found {}", found("kind"))));
         }
-        let header = serde_json::from_value(value).map_err(|e| artifact_error(path, format!("its header: {e}")))?;
+        let header: Header = serde_json::from_value(value).map_err(|e| artifact_error(path, format!("its header: {e}")))?;
+        let m = &header.model;
+        if [m.layers, m.heads, m.kv_heads, m.head_dim].contains(&0) || !m.heads.is_multiple_of(m.kv_heads) {
+            return Err(artifact_error(path, format!("its header names an impossible model: [{m}]")));
+        }
         Ok(Self { path, tensors, header })
     }
 

@@ -281,7 +281,8 @@ impl Request<'_> {
         let dense_ppl = (dense.nll.iter().sum::<f64>() / dense.nll.len() as f64).exp();
         let base = results.iter().find(|r| r.canonical != Scheme::DENSE.to_string()).map(|r| r.ppl);
         for result in results.iter_mut().filter(|r| r.canonical != Scheme::DENSE.to_string()) {
-            result.excess_removed = base.and_then(|base| excess_removed(base, result.ppl, dense_ppl));
+            // The sum has no negative zero.
+            result.excess_removed = base.and_then(|base| excess_removed(base, result.ppl, dense_ppl)).map(|share| share + 0.0);
         }
         let context = self.texts[0].windows[0].len();
         Ok(Evaluation {

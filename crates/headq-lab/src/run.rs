@@ -73,7 +73,7 @@ pub struct EvalConfig {
 
 /// A string or a list of strings.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a file name or a list of file names")]
 pub enum OneOrMany {
     /// One.
     One(String),

@@ -27,6 +27,7 @@ pub struct WindowOptions {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TextInfo {
     /// File as given.
+    #[serde(serialize_with = "lossy")]
     pub path: PathBuf,
     /// SHA-256 of the characters used.
     pub sha256: String,
@@ -48,7 +49,7 @@ pub struct Windows {
 /// Reads the part of a text that is used, with LF line ends.
 ///
 /// # Errors
-/// If the file cannot be read, is not UTF-8 in that part, or is empty.
+/// If the file cannot be read, is not UTF-8 throughout, or has only white space in that part.
 pub fn read_text(path: &Path, max_chars: Option<usize>) -> Result<String, LabError> {
     let text_error = |reason: String| LabError::Text { path: path.to_owned(), reason };
     let bytes = std::fs::read(path).map_err(LabError::io(path))?;
@@ -102,6 +103,11 @@ pub fn load_windows(path: &Path, tokenizer: &Tokenizer, options: &WindowOptions)
         tokens: tokens.len(),
     };
     Ok(Windows { text: info, windows })
+}
+
+/// JSON has no paths that are not Unicode.
+fn lossy<S: serde::Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(&path.to_string_lossy())
 }
 
 pub(crate) fn hex(bytes: &[u8]) -> String {

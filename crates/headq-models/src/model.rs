@@ -289,7 +289,9 @@ impl LanguageModel {
 
     fn mlp(&self, block: &Block, x: Tensor<2>) -> Tensor<2> {
         let inner = block.mlp_in.forward(x);
-        let inner = if self.config.gated_mlp {
+        let inner = if self.config.gated_mlp && self.config.activation == Activation::Silu {
+            headq::kernels::swiglu(inner)
+        } else if self.config.gated_mlp {
             let width = self.config.intermediate_size;
             let (gate, up) = (inner.clone().narrow(1, 0, width), inner.narrow(1, width, width));
             activate(self.config.activation, gate) * up

@@ -8,10 +8,10 @@ use std::ops::Range;
 use burn::tensor::activation::softmax;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
-use crate::Basis;
 use crate::codec::{CodedKeys, HeadqAttention, coded_mask, coded_scores};
 use crate::scheme::{Flush, Scheme};
 use crate::seam::{Attention, AttentionSite};
+use crate::{Basis, kernels};
 
 /// Queries handled together; bounds the memory of scores to `heads · TILE · tokens`.
 const TILE: usize = 128;
@@ -196,40 +196,48 @@ pub(crate) fn grouped_queries(
     ])
 }
 
-/// 0 where token j is visible from query t, −∞ (a very negative number) elsewhere: `[1, 1, 1, queries, tokens]`.
-/// `None` where every query sees every token.
-pub(crate) fn visibility(
+/// Tokens that the query at position `t` sees.
+fn visible(site: &AttentionSite, t: usize) -> Range<usize> {
+    site.window.map_or(0, |w| (t + 1).saturating_sub(w))..t + 1
+}
+
+/// 0 where token j is visible from query t, a very negative number elsewhere: `[1, 1, 1, queries, tokens]`.
+fn visibility(
     site: &AttentionSite,
     queries: &Range<usize>,
     tokens: &Range<usize>,
     dtype: DType,
     device: &Device,
-) -> Option<Tensor<5>> {
-    if queries.len() == 1 {
-        return None;
-    }
+) -> Tensor<5> {
     let mut bias = Vec::with_capacity(queries.len() * tokens.len());
     for t in queries.clone() {
-        let first = site.window.map_or(0, |w| (t + 1).saturating_sub(w));
-        bias.extend(tokens.clone().map(|j| if j < first || j > t { -1.0e30f32 } else { 0.0 }));
+        let visible = visible(site, t);
+        bias.extend(tokens.clone().map(|j| if visible.contains(&j) { 0.0 } else { -1.0e30f32 }));
     }
     let data = TensorData::new(bias, [1, 1, 1, queries.len(), tokens.len()]);
-    Some(Tensor::from_data(data, (device, dtype)))
+    Tensor::from_data(data, (device, dtype))
 }
 
-/// Attention probabilities of a tile, from its scores `[batch, kv_heads, groups · queries, tokens]`.
+/// Attention probabilities of a tile, from its scores `[batch, kv_heads, groups · queries, tokens]`; 0 for hidden tokens.
 pub(crate) fn probabilities(
     site: &AttentionSite,
     scores: Tensor<4>,
     queries: &Range<usize>,
     tokens: &Range<usize>,
 ) -> Tensor<4> {
-    let shape @ [b, kv, rows, n] = scores.dims();
     let m = queries.len();
-    match visibility(site, queries, tokens, scores.dtype(), &scores.device()) {
-        None => softmax(scores, 3),
-        Some(bias) => softmax(scores.reshape([b, kv, rows / m, m, n]) + bias, 4).reshape(shape),
+    if kernels::on_host(&scores) {
+        return kernels::softmax_rows(scores, |row| {
+            let visible = visible(site, queries.start + row % m);
+            visible.start.max(tokens.start) - tokens.start..visible.end - tokens.start
+        });
     }
+    if m == 1 {
+        return softmax(scores, 3);
+    }
+    let shape @ [b, kv, rows, n] = scores.dims();
+    let bias = visibility(site, queries, tokens, scores.dtype(), &scores.device());
+    softmax(scores.reshape([b, kv, rows / m, m, n]) + bias, 4).reshape(shape)
 }
 
 impl HeadqAttention {

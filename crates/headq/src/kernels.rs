@@ -1,9 +1,17 @@
 //! Vector loops on the host: exponentials and the reductions that need them.
 //!
+//! Where a tensor lives in host memory ([`on_host`]), softmax over visible tokens and SwiGLU are one pass over it; elsewhere, and
+//! under autodiff, they are tensor operations with the same results.
+//!
 //! Plain loops over fixed lanes, compiled for the best instruction set that the running machine has ([`pulp`] dispatches). Lanes are
 //! summed in a fixed order, so that results do not depend on the instruction set.
 
+use std::ops::Range;
+
+use burn::tensor::activation::silu;
+use burn::tensor::{DType, Device, Tensor, TensorData};
 use pulp::{Arch, NullaryFnOnce};
+use rayon::prelude::*;
 
 /// Runs a loop compiled for the running machine. The loop is a method of a type, because that is what gets inlined into the code
 /// that may use the machine's instructions.
@@ -192,6 +200,88 @@ pub fn log_sum_exp(row: &[f32]) -> f64 {
     f64::from(max) + sum.ln()
 }
 
+/// Whether a tensor's f32 data can be worked on in place: on the Flex CPU backend and not part of an autodiff graph.
+pub fn on_host<const D: usize>(x: &Tensor<D>) -> bool {
+    x.dtype() == DType::F32 && !x.is_autodiff() && x.device() == Device::flex()
+}
+
+/// Runs `work` on a host tensor's data; without a copy where nothing else holds it.
+fn in_place<const D: usize>(x: Tensor<D>, work: impl FnOnce(&mut [f32])) -> Tensor<D> {
+    let device = x.device();
+    let mut data = x.into_data();
+    work(data.as_mut_slice::<f32>().expect("f32 on the host, as on_host says"));
+    Tensor::from_data(data, &device)
+}
+
+/// Softmax of each row of a host tensor over its visible columns; the others become 0.
+///
+/// `visible(i)` are the visible columns of row i, not empty.
+pub(crate) fn softmax_rows<const D: usize>(x: Tensor<D>, visible: impl Fn(usize) -> Range<usize> + Sync) -> Tensor<D> {
+    let columns = x.dims()[D - 1];
+    in_place(x, |data| {
+        data.par_chunks_mut(columns).with_min_len(16).enumerate().for_each(|(i, row)| {
+            let visible = visible(i);
+            row[..visible.start].fill(0.0);
+            row[visible.end..].fill(0.0);
+            softmax(&mut row[visible]);
+        })
+    })
+}
+
+/// Softmax in place, with the maximum subtracted.
+fn softmax(row: &mut [f32]) {
+    vectorized!(|row: &'a mut [f32]| -> () {
+        const WIDE: usize = 16;
+        let whole = row.len() / WIDE * WIDE;
+        let mut max = [f32::NEG_INFINITY; WIDE];
+        for x in row[..whole].chunks_exact(WIDE) {
+            for i in 0..WIDE {
+                max[i] = if x[i] > max[i] { x[i] } else { max[i] };
+            }
+        }
+        let max = max.iter().chain(&row[whole..]).copied().fold(f32::NEG_INFINITY, f32::max);
+        let mut lanes = [0.0f32; WIDE];
+        for x in row[..whole].chunks_exact_mut(WIDE) {
+            for i in 0..WIDE {
+                x[i] = exp32(x[i] - max);
+                lanes[i] += x[i];
+            }
+        }
+        let mut sum = lanes.iter().sum::<f32>();
+        for x in &mut row[whole..] {
+            *x = exp32(*x - max);
+            sum += *x;
+        }
+        let inverse = 1.0 / sum;
+        row.iter_mut().for_each(|x| *x *= inverse);
+    })
+}
+
+/// silu(gate) · up, the activation of gated MLPs.
+///
+/// # Shapes
+/// `[rows, 2 · width]`, gate first, to `[rows, width]`
+pub fn swiglu(x: Tensor<2>) -> Tensor<2> {
+    let [rows, twice] = x.dims();
+    let width = twice / 2;
+    if !on_host(&x) {
+        return silu(x.clone().narrow(1, 0, width)) * x.narrow(1, width, width);
+    }
+    let device = x.device();
+    let data = x.into_data();
+    let data = data.as_slice::<f32>().expect("f32 on the host, as on_host says");
+    let mut out = vec![0.0f32; rows * width];
+    out.par_chunks_mut(width).zip(data.par_chunks(twice)).with_min_len(16).for_each(|(out, row)| {
+        let (gate, up) = row.split_at(width);
+        vectorized!(|out: &'a mut [f32], gate: &'a [f32], up: &'a [f32]| -> () {
+            for ((out, &gate), &up) in out.iter_mut().zip(gate).zip(up) {
+                *out = gate / (1.0 + exp32(-gate)) * up;
+            }
+        })
+    });
+    Tensor::from_data(TensorData::new(out, [rows, width]), &device)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -262,5 +352,34 @@ mod tests {
         assert_eq!(log_sum_exp(&[]), f64::NEG_INFINITY);
         assert!(log_sum_exp(&[1.0, f32::NAN, 2.0]).is_nan());
         assert!(log_sum_exp(&[f32::NAN; 40]).is_nan());
+    }
+
+    #[test]
+    fn swiglu_is_the_tensor_operation() {
+        let device = Device::flex();
+        let x = Tensor::<2>::random([5, 46], burn::tensor::Distribution::Normal(0.0, 5.0), &device);
+        let extreme = Tensor::<2>::from_data([[-1e4f32, -100.0, 0.0, 100.0, 1.0, 1.0, 1.0, 1.0]], &device);
+        for x in [x, extreme] {
+            let width = x.dims()[1] / 2;
+            let plain = silu(x.clone().narrow(1, 0, width)) * x.clone().narrow(1, width, width);
+            let off: f32 = (swiglu(x) - plain).abs().max().into_scalar();
+            assert!(off < 1e-5, "{off}");
+        }
+    }
+
+    #[test]
+    fn softmax_rows_is_softmax_over_the_visible_columns() {
+        let device = Device::flex();
+        let x = Tensor::<2>::random([40, 37], burn::tensor::Distribution::Normal(0.0, 9.0), &device);
+        let visible = |i: usize| i.saturating_sub(12)..(i + 1).min(37);
+        let rows: Vec<f32> = x.clone().try_into_vec_as().unwrap();
+        let found: Vec<f32> = softmax_rows(x, visible).try_into_vec_as().unwrap();
+        for (i, (row, found)) in rows.chunks(37).zip(found.chunks(37)).enumerate() {
+            let total: f64 = row[visible(i)].iter().map(|&v| f64::from(v).exp()).sum();
+            for (j, (&x, &p)) in row.iter().zip(found).enumerate() {
+                let expected = if visible(i).contains(&j) { f64::from(x).exp() / total } else { 0.0 };
+                assert!((f64::from(p) - expected).abs() < 1e-6 * expected.max(1e-3), "{i} {j}");
+            }
+        }
     }
 }

@@ -7,7 +7,7 @@ use burn::tensor::{Tensor, TensorData};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use crate::attention::{Segments, first_visible, grouped_queries, tiles, visibility};
+use crate::attention::{Segments, first_visible, grouped_queries, probabilities, tiles};
 use crate::codec::{CodedKeys, HeadqAttention, coded_mask};
 use crate::scheme::Flush;
 use crate::seam::{Attention, AttentionSite};
@@ -248,12 +248,13 @@ fn measure(
 
 /// The dense attention of a tile of queries.
 struct Tile {
+    site: AttentionSite,
     queries: std::ops::Range<usize>,
     /// Position of the first column.
     first: usize,
     /// `[batch, kv_heads, groups · queries, head_dim]`, scaled
     q: Tensor<4>,
-    /// Scores with hidden tokens at −∞: `[batch, kv_heads, groups · queries, tokens]`
+    /// Scores of all tokens, hidden ones too: `[batch, kv_heads, groups · queries, tokens]`
     scores: Tensor<4>,
     p: Tensor<4>,
     p_host: Vec<f32>,
@@ -275,16 +276,10 @@ impl Tile {
         let q = grouped_queries(site, q, k.dims()[1], &queries);
         let part = |x: &Tensor<4>| x.clone().narrow(2, first, tokens.len());
         let scores = q.clone().matmul(part(k).swap_dims(2, 3));
-        let shape @ [b, kv, rows, n] = scores.dims();
-        let m = queries.len();
-        let scores = match visibility(site, &queries, &tokens, scores.dtype(), &scores.device()) {
-            None => scores,
-            Some(bias) => (scores.reshape([b, kv, rows / m, m, n]) + bias).reshape(shape),
-        };
-        let p = burn::tensor::activation::softmax(scores.clone(), 3);
+        let p = probabilities(site, scores.clone(), &queries, &tokens);
         let output = p.clone().matmul(part(v));
         let (p_host, output_host) = (host(p.clone()), host(output.clone()));
-        Self { queries, first, q, scores, p, p_host, output, output_host }
+        Self { site: *site, queries, first, q, scores, p, p_host, output, output_host }
     }
 
     fn measure(&self, coded: &Coded, sums: &mut Diagnostics) {
@@ -334,7 +329,8 @@ impl Tile {
         sums.kl += kl;
         let changed = self.scores.clone().narrow(3, offset, n) + delta;
         let slices = [0..b, 0..kv, 0..rows, offset..offset + n];
-        burn::tensor::activation::softmax(self.scores.clone().slice_assign(slices, changed), 3)
+        let scores = self.scores.clone().slice_assign(slices, changed);
+        probabilities(&self.site, scores, &self.queries, &(self.first..self.queries.end))
     }
 
     /// E5 and E6, with the dense probabilities.

@@ -16,8 +16,7 @@ pub fn run(context: &Context, args: &Basis) -> Result<(), LabError> {
     let basis = BasisArtifact::fit(&stats, family, args.rank, scope, context.seed())?;
     basis.save(&args.out)?;
     context.print(
-        || serde_json::json!({ "out": args.out, "header": super::json(&basis.header) }),
+        || serde_json::json!({ "out": args.out.to_string_lossy(), "header": super::json(&basis.header) }),
         || format!("{}: {family}, rank {}, of {}", args.out.display(), args.rank, basis.header.model),
-    );
-    Ok(())
+    )
 }

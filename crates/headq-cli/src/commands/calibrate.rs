@@ -15,8 +15,7 @@ pub fn run(context: &Context, args: &Calibrate) -> Result<(), LabError> {
     stats.save(&args.out)?;
     let out = args.out.display();
     context.print(
-        || serde_json::json!({ "out": args.out, "header": super::json(&stats.header) }),
+        || serde_json::json!({ "out": args.out.to_string_lossy(), "header": super::json(&stats.header) }),
         || format!("{out}: statistics of {} tokens, residuals of {}", stats.header.tokens, stats.header.base),
-    );
-    Ok(())
+    )
 }

@@ -21,13 +21,16 @@ const COMMON: &[&str] = &[
     "kivi-2(g=32,r=128)/token-2(c=32)",
 ];
 
+/// Every position of a context is looked at; beyond this nothing sensible is meant.
+const MOST_TOKENS: usize = 1 << 24;
+
 pub fn run(context: &Context, args: &Inspect) -> Result<(), LabError> {
     let options = LoadOptions::default();
     let described = describe(&args.model, &options)?;
     let config = &described.config;
     let shape = head_shape(config);
-    if args.context == 0 {
-        return Err(LabError::Usage("context 0: give at least one token".into()));
+    if !(1..=MOST_TOKENS).contains(&args.context) {
+        return Err(LabError::Usage(format!("context {}: expected 1 to {MOST_TOKENS} tokens", args.context)));
     }
     let common: Vec<String> = COMMON.iter().filter(|_| config.head_dim.is_multiple_of(32)).map(|s| s.to_string()).collect();
     let asked = match args.scheme.is_empty() {
@@ -45,7 +48,7 @@ pub fn run(context: &Context, args: &Inspect) -> Result<(), LabError> {
     context.print(
         || {
             json!({
-                "model": args.model,
+                "model": args.model.to_string_lossy(),
                 "format": described.format,
                 "architecture": config.architecture.name,
                 "config": super::json(config),
@@ -96,6 +99,5 @@ pub fn run(context: &Context, args: &Inspect) -> Result<(), LabError> {
             }
             format!("{text}\n{table}")
         },
-    );
-    Ok(())
+    )
 }

@@ -6,6 +6,7 @@ pub mod eval;
 pub mod inspect;
 pub mod run;
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use headq_lab::memory::{self, Estimate};
@@ -45,12 +46,13 @@ impl Context {
         self.seed.unwrap_or(0)
     }
 
-    /// Prints a result: one JSON object, or text.
-    pub fn print(&self, json: impl FnOnce() -> Value, text: impl FnOnce() -> String) {
-        if self.json {
-            println!("{:#}", json());
-        } else {
-            println!("{}", text().trim_end());
+    /// Prints a result: one JSON object, or text. A reader that closes the pipe early has what it wanted.
+    pub fn print(&self, json: impl FnOnce() -> Value, text: impl FnOnce() -> String) -> Result<(), LabError> {
+        let shown = if self.json { format!("{:#}\n", json()) } else { format!("{}\n", text().trim_end()) };
+        let mut out = std::io::stdout().lock();
+        match out.write_all(shown.as_bytes()).and_then(|()| out.flush()) {
+            Err(source) if source.kind() != std::io::ErrorKind::BrokenPipe => Err(LabError::Io { path: "standard output".into(), source }),
+            _ => Ok(()),
         }
     }
 

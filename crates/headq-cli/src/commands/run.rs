@@ -25,6 +25,5 @@ pub fn run(context: &Context, args: &Run) -> Result<(), LabError> {
             let (provenance, table) = (report::provenance(&evaluation).join("\n"), report::terminal_table(&evaluation));
             format!("{provenance}\n{table}\nreport: {}", out.join("report.md").display())
         },
-    );
-    Ok(())
+    )
 }
