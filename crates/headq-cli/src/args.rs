@@ -189,7 +189,8 @@ pub struct Eval {
 /// Do all of it from a configuration: calibrate, derive bases, evaluate, report.
 ///
 /// Writes artifacts, report.json and report.md to runs/NAME (or --out). Interrupt it at will: started again, it goes on from what is
-/// there. Paths in the configuration are relative to it, and ${NAME} stands for an environment variable.
+/// there. Paths in the configuration are relative to it; ${NAME} stands for an environment variable, and a path that begins with one
+/// is relative to the current folder.
 ///
 /// Example:
 ///

@@ -105,6 +105,14 @@ pub struct BasisArtifact {
     pub basis: Basis,
 }
 
+/// How names of temporary files begin and end.
+const TEMPORARY: (&str, &str) = (".headq-", ".tmp");
+
+/// Whether a file is one that [`write_atomic`] left behind because the program was killed.
+pub fn is_temporary(path: &Path) -> bool {
+    path.file_name().is_some_and(|n| n.to_string_lossy().starts_with(TEMPORARY.0) && n.to_string_lossy().ends_with(TEMPORARY.1))
+}
+
 /// Writes a file whole or not at all.
 ///
 /// # Errors
@@ -113,7 +121,7 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), LabError> {
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let write = || -> std::io::Result<()> {
         let mut builder = tempfile::Builder::new();
-        builder.prefix(".headq-").suffix(".tmp");
+        builder.prefix(TEMPORARY.0).suffix(TEMPORARY.1);
         #[cfg(unix)]
         builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
         let mut file = builder.tempfile_in(folder)?;
@@ -139,7 +147,7 @@ pub fn check_writable(path: &Path) -> Result<(), LabError> {
         return Err(LabError::Io { path: path.to_owned(), source: std::io::ErrorKind::IsADirectory.into() });
     }
     let plain = |e: std::io::Error| LabError::Io { path: path.to_owned(), source: std::io::Error::new(e.kind(), e.kind().to_string()) };
-    tempfile::Builder::new().prefix(".headq-").tempfile_in(folder).map(|_| ()).map_err(plain)
+    tempfile::Builder::new().prefix(TEMPORARY.0).suffix(TEMPORARY.1).tempfile_in(folder).map(|_| ()).map_err(plain)
 }
 
 fn artifact_error(path: &Path, reason: impl Into<String>) -> LabError {

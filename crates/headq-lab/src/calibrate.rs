@@ -53,6 +53,22 @@ impl Attention for Capture {
     }
 }
 
+/// Fails where windows of `context` tokens give no residuals of a base quantizer, or its channel groups do not fit the heads.
+///
+/// # Errors
+/// [`LabError::Usage`] saying what would do.
+pub fn check_base(base: &BaseScheme, context: usize, head_dim: usize) -> Result<(), LabError> {
+    let least = base.flush.sinks + base.flush.group;
+    if context < least {
+        let reason = format!("windows of {context} tokens hold no whole group of {base}; give a context of at least {least}");
+        return Err(LabError::Usage(reason));
+    }
+    match base.channels {
+        Some(c) if head_dim % c != 0 => Err(LabError::Usage(format!("{base}: c={c} does not divide the head width {head_dim}"))),
+        _ => Ok(()),
+    }
+}
+
 /// Streams windows through the model and accumulates statistics in f64.
 ///
 /// Each window's sums are made apart and added in window order, so that the result does not depend on `threads`.
@@ -70,17 +86,7 @@ pub fn calibrate(
 ) -> Result<StatsArtifact, LabError> {
     let windows: Vec<&[u32]> = texts.iter().flat_map(|t| t.windows.iter().map(Vec::as_slice)).collect();
     let context = windows.first().map_or(0, |w| w.len());
-    if context < base.flush.sinks + base.flush.group {
-        return Err(LabError::Usage(format!(
-            "windows of {context} tokens hold no whole group of {base}; give a context of at least {}",
-            base.flush.sinks + base.flush.group
-        )));
-    }
-    if let Some(c) = base.channels
-        && model.config().head_dim % c != 0
-    {
-        return Err(LabError::Usage(format!("{base}: c={c} does not divide the head width {}", model.config().head_dim)));
-    }
+    check_base(&base, context, model.config().head_dim)?;
     let mut total: Option<Vec<LayerStats>> = None;
     map_in_order(
         &format!("calibrating {base}"),

@@ -1,29 +1,36 @@
 //! Tables and Markdown.
 
-use comfy_table::{CellAlignment, Table, TableStyle, presets};
+use comfy_table::{CellAlignment, Table, presets};
 
 use crate::evaluate::{Evaluation, SchemeResult};
 
-/// A column of the result table: its title and what it shows.
-type Column = (&'static str, fn(&SchemeResult) -> String);
+/// A column of the result table: its title, what it shows, and whether it is shown on a terminal too.
+type Column = (&'static str, fn(&SchemeResult) -> String, bool);
 
 const COLUMNS: &[Column] = &[
-    ("scheme", |r| r.scheme.clone()),
-    ("ppl", |r| format!("{:.3}", r.ppl)),
-    ("excess removed", |r| r.excess_removed.map_or("–".into(), |v| format!("{:.1} %", 100.0 * v))),
-    ("Δnll ± se", |r| match (r.canonical.as_str(), r.nll_minus_dense_se) {
-        ("dense", _) | (_, None) => "–".into(),
-        (_, Some(se)) => format!("{:+.4} ± {se:.4}", r.nll_minus_dense),
-    }),
-    ("key bits", |r| format!("{:.4}", r.key_bits)),
-    ("value bits", |r| format!("{:.4}", r.value_bits)),
-    ("cache bits", |r| format!("{:.3}", r.cache_bits)),
-    ("bytes/token", |r| format!("{:.0}", r.bytes_per_token)),
-    ("KL", |r| number(r.kl)),
-    ("Fisher", |r| number(r.fisher)),
-    ("key MSE", |r| number(r.key_mse)),
-    ("output error", |r| number(r.output_error)),
+    ("scheme", |r| r.scheme.clone(), true),
+    ("ppl", |r| format!("{:.3}", r.ppl), true),
+    ("excess removed", |r| r.excess_removed.map_or("–".into(), |v| format!("{:.1} %", 100.0 * v)), true),
+    (
+        "Δnll ± se",
+        |r| match (r.canonical.as_str(), r.nll_minus_dense_se) {
+            ("dense", _) | (_, None) => "–".into(),
+            (_, Some(se)) => format!("{:+.4} ± {se:.4}", r.nll_minus_dense),
+        },
+        true,
+    ),
+    ("key bits", |r| format!("{:.4}", r.key_bits), true),
+    (VALUE_BITS, |r| format!("{:.4}", r.value_bits), true),
+    ("cache bits", |r| format!("{:.3}", r.cache_bits), true),
+    ("bytes/token", |r| format!("{:.0}", r.bytes_per_token), false),
+    ("KL", |r| number(r.kl), true),
+    ("Fisher", |r| number(r.fisher), false),
+    ("key MSE", |r| number(r.key_mse), false),
+    ("output error", |r| number(r.output_error), true),
 ];
+
+/// Left out where no scheme codes values.
+const VALUE_BITS: &str = "value bits";
 
 fn number(value: Option<f64>) -> String {
     match value {
@@ -34,24 +41,21 @@ fn number(value: Option<f64>) -> String {
     }
 }
 
-/// The result table, one row per scheme.
-pub fn table(evaluation: &Evaluation, style: TableStyle) -> String {
+/// The result table in Markdown, one row per scheme; with `all` columns or those that fit a terminal.
+pub fn table(evaluation: &Evaluation, all: bool) -> String {
+    let coded_values = evaluation.schemes.iter().any(|r| r.value_bits < 16.0);
+    let shown = |(title, _, terminal): &&Column| (all || *terminal) && (coded_values || *title != VALUE_BITS);
+    let shown: Vec<&Column> = COLUMNS.iter().filter(shown).collect();
     let mut table = Table::new();
-    table.load_style(style);
-    let shown: Vec<&Column> = COLUMNS.iter().filter(|(title, _)| *title != "value bits" || evaluation.schemes.iter().any(|r| r.value_bits < 16.0)).collect();
-    table.set_header(shown.iter().map(|(title, _)| *title));
+    table.load_style(presets::ASCII_MARKDOWN);
+    table.set_header(shown.iter().map(|(title, ..)| *title));
     for result in &evaluation.schemes {
-        table.add_row(shown.iter().map(|(_, show)| show(result)));
+        table.add_row(shown.iter().map(|(_, show, _)| show(result)));
     }
     for column in table.column_iter_mut().skip(1) {
         column.set_cell_alignment(CellAlignment::Right);
     }
     table.to_string()
-}
-
-/// The result table for a terminal.
-pub fn terminal_table(evaluation: &Evaluation) -> String {
-    table(evaluation, presets::UTF8_HORIZONTAL_ONLY)
 }
 
 /// What was evaluated, in a few lines.
@@ -74,7 +78,7 @@ pub fn markdown(title: &str, evaluation: &Evaluation, command: &str) -> String {
     for line in provenance(evaluation) {
         text += &format!("- {line}\n");
     }
-    text += &format!("\n{}\n", table(evaluation, presets::ASCII_MARKDOWN));
+    text += &format!("\n{}\n", table(evaluation, true));
     if evaluation.texts.len() > 1 {
         text += "\nPerplexity by text:\n\n| scheme |";
         evaluation.texts.iter().for_each(|t| text += &format!(" {} |", t.path.display()));

@@ -4,18 +4,21 @@
 //! evaluation), and at the end `report.json` and `report.md`. Started again with the same configuration, a run goes on from what is
 //! there; with another one it is an error, and nothing is touched.
 
+use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 
-use headq::scheme::{BaseScheme, Scheme};
-use headq_models::{Fingerprint, LoadOptions, LoadedModel, Tokenizer, load};
+use headq::scheme::{BaseScheme, Family, Scheme};
+use headq_models::{Fingerprint, LoadOptions, LoadedModel, ModelError, Tokenizer, load};
 use serde::{Deserialize, Serialize};
 
-use crate::artifact::{BasisArtifact, StatsArtifact, check_writable, write_atomic};
+use crate::artifact::{BasisArtifact, StatsArtifact, is_temporary, write_atomic};
+use crate::calibrate::check_base;
 use crate::evaluate::{Evaluation, PartStore, PlannedScheme, Request, Sources};
 use crate::text::{WindowOptions, Windows, load_windows};
 use crate::{LabError, Observer, calibrate, parse_device, report};
 
-/// A run's configuration, as TOML. Paths are relative to the file, and `${NAME}` stands for an environment variable.
+/// A run's configuration, as TOML. Paths are relative to the file. `${NAME}` stands for an environment variable; a path that begins
+/// with one is relative to the folder that the program is started in.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RunConfig {
@@ -116,7 +119,9 @@ impl RunConfig {
         let folder = path.parent().unwrap_or(Path::new("")).to_owned();
         let resolve = |value: &mut String| -> Result<(), LabError> {
             let expanded = expand(value, &|name| std::env::var(name).ok()).map_err(fail)?;
-            *value = folder.join(expanded).to_string_lossy().into_owned();
+            // A variable is set where the program is started, and so are relative paths in it.
+            let path = if value.starts_with("${") { PathBuf::from(expanded) } else { folder.join(expanded) };
+            *value = shortest(path).to_string_lossy().into_owned();
             Ok(())
         };
         resolve(&mut config.model)?;
@@ -130,6 +135,12 @@ impl RunConfig {
         config.eval.basis.iter_mut().try_for_each(resolve)?;
         Ok(config)
     }
+}
+
+/// The path without detours (`configs/../checkpoints`), where it exists below the current folder.
+fn shortest(path: PathBuf) -> PathBuf {
+    let below = || path.canonicalize().ok()?.strip_prefix(std::env::current_dir().ok()?.canonicalize().ok()?).ok().map(PathBuf::from);
+    below().filter(|p| !p.as_os_str().is_empty()).unwrap_or(path.clone())
 }
 
 /// Replaces `${NAME}` by what `lookup` gives.
@@ -159,10 +170,11 @@ struct Manifest {
 struct Folder(PathBuf);
 
 impl Folder {
-    /// Makes the folder, or takes up a run of the same manifest.
-    fn open(path: &Path, manifest: &Manifest) -> Result<Self, LabError> {
+    /// Makes the folder, or takes up a run of the same manifest, and holds a lock on it.
+    fn open(path: &Path, manifest: &Manifest) -> Result<(Self, File), LabError> {
         let file = path.join("run.json");
-        if file.exists() {
+        let taken_up = file.exists();
+        if taken_up {
             let bytes = std::fs::read(&file).map_err(LabError::io(&file))?;
             let found: Option<Manifest> = serde_json::from_slice(&bytes).ok();
             let other = |what: &str| LabError::Artifact {
@@ -175,18 +187,37 @@ impl Folder {
                 Some(f) if f.texts != manifest.texts => return Err(other("text")),
                 Some(f) if f.config != manifest.config => return Err(other("configuration")),
                 Some(f) if f.program != manifest.program => return Err(other("version of this program")),
-                Some(_) => return Ok(Self(path.to_owned())),
+                Some(_) => {}
             }
-        }
-        if path.exists() && std::fs::read_dir(path).map_err(LabError::io(path))?.next().is_some() {
+        } else if path.exists() && list(path)?.iter().any(|p| !is_temporary(p) && !p.ends_with(LOCK)) {
             let reason = "is not empty and holds no run; give another --out".into();
             return Err(LabError::Artifact { path: path.to_owned(), reason });
         }
-        std::fs::create_dir_all(path.join("parts")).map_err(LabError::io(path))?;
-        check_writable(&file)?;
-        write_json(&file, manifest)?;
-        Ok(Self(path.to_owned()))
+        std::fs::create_dir_all(path).map_err(LabError::io(path))?;
+        let lock = File::create(path.join(LOCK)).map_err(LabError::io(path))?;
+        if let Err(TryLockError::WouldBlock) = lock.try_lock() {
+            let reason = "another headq is at work on this run; wait for it, or give another --out".into();
+            return Err(LabError::Artifact { path: path.to_owned(), reason });
+        }
+        if !taken_up {
+            write_json(&file, manifest)?;
+        }
+        let parts = path.join("parts");
+        std::fs::create_dir_all(&parts).map_err(LabError::io(&parts))?;
+        // What a killed run was writing.
+        for left in list(path)?.iter().chain(&list(&parts)?).filter(|p| is_temporary(p)) {
+            std::fs::remove_file(left).map_err(LabError::io(left))?;
+        }
+        Ok((Self(path.to_owned()), lock))
     }
+}
+
+/// Locked while a run is at work in its folder.
+const LOCK: &str = ".lock";
+
+fn list(folder: &Path) -> Result<Vec<PathBuf>, LabError> {
+    let entries = std::fs::read_dir(folder).and_then(Iterator::collect::<Result<Vec<_>, _>>).map_err(LabError::io(folder))?;
+    Ok(entries.iter().map(std::fs::DirEntry::path).collect())
 }
 
 impl PartStore for Folder {
@@ -270,6 +301,7 @@ pub fn run(config: &RunConfig, options: &RunOptions, observer: &dyn Observer, an
         Some(c) => windows(&c.text, &tokenizer, &WindowOptions { max_chars: c.max_chars, context: c.context, windows: c.windows, add_bos: config.add_bos })?,
     };
     let given = Sources::load::<String>(&[], &config.eval.basis, &loaded.fingerprint)?;
+    let bases = planned_calibrations(config, &schemes, &given, &loaded)?;
     announce(&loaded, config.eval.context.max(config.calibrate.as_ref().map_or(0, |c| c.context)));
     let manifest = Manifest {
         program: crate::PROGRAM.into(),
@@ -277,8 +309,8 @@ pub fn run(config: &RunConfig, options: &RunOptions, observer: &dyn Observer, an
         model: loaded.fingerprint.clone(),
         texts: calibration_texts.iter().chain(&eval_texts).map(|t| t.text.clone()).collect(),
     };
-    let folder = Folder::open(&options.out, &manifest)?;
-    let sources = calibrated(config, &schemes, given, &loaded, &calibration_texts, &folder, options, observer)?;
+    let (folder, _lock) = Folder::open(&options.out, &manifest)?;
+    let sources = calibrated(config, bases, given, &loaded, &calibration_texts, &folder, options, observer)?;
     let planned = config.eval.schemes.iter().map(|s| sources.plan(s, loaded.config(), config.seed)).collect::<Result<Vec<_>, _>>()?;
     keep_bases(&planned, &sources, &folder, config.seed)?;
     let request = Request {
@@ -308,11 +340,34 @@ fn windows(texts: &OneOrMany, tokenizer: &Tokenizer, options: &WindowOptions) ->
     texts.as_slice().iter().map(|path| load_windows(Path::new(path), tokenizer, options)).collect()
 }
 
-/// Statistics for every scheme that no given basis covers, from the folder or newly made.
+/// Base quantizers to calibrate for the schemes that no given basis covers; fails where the run could not come to its end.
+fn planned_calibrations(config: &RunConfig, schemes: &[Scheme], given: &Sources, loaded: &LoadedModel) -> Result<Vec<BaseScheme>, LabError> {
+    let needed = config.eval.context.max(config.calibrate.as_ref().map_or(0, |c| c.context));
+    if let Some(limit) = loaded.config().position_limit().filter(|limit| needed > *limit) {
+        return Err(ModelError::ContextTooLong { needed, limit }.into());
+    }
+    let covered = |s: &Scheme| given.plan(&s.to_string(), loaded.config(), config.seed).is_ok();
+    let open: Vec<Scheme> = schemes.iter().copied().filter(|s| s.side().is_some() && !covered(s)).collect();
+    if let Some(scheme) = open.iter().find(|s| s.side().is_some_and(|side| side.family == Family::Learned)) {
+        return Err(LabError::Usage(format!("scheme '{scheme}': a learned basis is trained, not calibrated; name its file in eval.basis")));
+    }
+    let bases = bases_to_calibrate(&open);
+    match (&config.calibrate, bases.first()) {
+        (None, Some(base)) => {
+            let reason = format!("schemes on {base} need a basis, and the configuration has no [calibrate] section to derive one from");
+            return Err(LabError::Usage(reason));
+        }
+        (Some(c), Some(_)) => bases.iter().try_for_each(|b| check_base(b, c.context, loaded.config().head_dim))?,
+        _ => {}
+    }
+    Ok(bases)
+}
+
+/// Statistics of each base quantizer, from the folder or newly made.
 #[allow(clippy::too_many_arguments)]
 fn calibrated(
     config: &RunConfig,
-    schemes: &[Scheme],
+    bases: Vec<BaseScheme>,
     mut sources: Sources,
     loaded: &LoadedModel,
     texts: &[Windows],
@@ -320,12 +375,6 @@ fn calibrated(
     options: &RunOptions,
     observer: &dyn Observer,
 ) -> Result<Sources, LabError> {
-    let covered = |s: &Scheme| sources.plan(&s.to_string(), loaded.config(), config.seed).is_ok();
-    let open: Vec<Scheme> = schemes.iter().copied().filter(|s| s.side().is_some() && !covered(s)).collect();
-    let bases = bases_to_calibrate(&open);
-    if let (Some(base), true) = (bases.first(), texts.is_empty()) {
-        return Err(LabError::Usage(format!("schemes on {base} need a basis, and the configuration has no [calibrate] section to derive one from")));
-    }
     for base in bases {
         let path = folder.0.join(format!("stats-{}.safetensors", slug(&base.to_string())));
         let artifact = match path.exists() {

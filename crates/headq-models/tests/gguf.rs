@@ -6,11 +6,12 @@ mod gguf_writer;
 
 use std::path::Path;
 
+use burn::tensor::Device;
 use candle_core::quantized::GgmlDType;
 use candle_core::quantized::gguf_file::Value as Meta;
 use common::{Copy, Expected, assert_close, f32_bytes, fixture, logits, open};
 use gguf_writer::{GgufCopy, gguf_name, list, permuted};
-use headq_models::{LoadOptions, Rope, RopeScaling, describe};
+use headq_models::{LanguageModel, LoadOptions, ModelConfig, Rope, RopeScaling, describe};
 
 fn matches_fixture(gguf: &GgufCopy, name: &str) {
     let dir = tempfile::tempdir().unwrap();
@@ -72,18 +73,8 @@ fn kv_heads_may_be_a_list() {
 }
 
 /// A quantized file equals a safetensors folder of the dequantized weights.
-#[test]
-fn quantized_weights_are_dequantized() {
-    let name = "llama-untied";
-    for dtype in [
-        GgmlDType::F16,
-        GgmlDType::BF16,
-        GgmlDType::Q8_0,
-        GgmlDType::Q4_0,
-        GgmlDType::Q4_1,
-        GgmlDType::Q5_0,
-        GgmlDType::Q5_1,
-    ] {
+fn dequantizes(name: &str, dtypes: &[GgmlDType], head_dim: usize, ids: &[u32]) {
+    for &dtype in dtypes {
         let gguf = GgufCopy { dtype, ..GgufCopy::llama(name) };
         let dir = tempfile::tempdir().unwrap();
         let loaded = open(&gguf.write(dir.path())).unwrap();
@@ -92,17 +83,52 @@ fn quantized_weights_are_dequantized() {
                 let mut values = gguf.dequantized(&gguf_name(tensor));
                 // Undoing the permutation of a head of width d is permuting it with halves and pairs exchanged.
                 if tensor.contains("q_proj") || tensor.contains("k_proj") {
-                    values = unpermuted(&values, stored.1[0], 16);
+                    values = unpermuted(&values, stored.1[0], head_dim);
                 }
                 stored.2 = f32_bytes(&values);
             }
         });
-        let ids = Expected::of(name).ids();
-        assert_eq!(logits(&loaded, &ids), logits(&open(reference.path()).unwrap(), &ids), "{dtype:?}");
+        assert_eq!(logits(&loaded, ids), logits(&open(reference.path()).unwrap(), ids), "{dtype:?}");
         if dtype == GgmlDType::Q8_0 {
-            assert_close("Q8_0", &logits(&loaded, &ids), &Expected::of(name).get("logits"), 0.5);
+            assert_close("Q8_0", &logits(&loaded, ids), &Expected::of(name).get("logits"), 0.5);
         }
     }
+}
+
+#[test]
+fn quantized_weights_are_dequantized() {
+    use GgmlDType::{BF16, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0};
+    let name = "llama-untied";
+    dequantizes(name, &[F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1], 16, &Expected::of(name).ids());
+}
+
+/// K-quants have blocks of 256 elements: a wider model, with random weights.
+#[test]
+fn k_quantized_weights_are_dequantized() {
+    use GgmlDType::{Q4K, Q5K, Q6K};
+    let config = serde_json::json!({
+        "model_type": "llama", "vocab_size": 300, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "tie_word_embeddings": false,
+        "bos_token_id": 1, "eos_token_id": 2,
+    });
+    let device = Device::flex();
+    device.seed(1);
+    let model = LanguageModel::init(&ModelConfig::from_json(&config).unwrap(), &device);
+    let dir = tempfile::tempdir().unwrap();
+    model.save_hf(dir.path()).unwrap();
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    let name = dir.path().to_str().unwrap();
+    let ids: Vec<u32> = (0..96).map(|i| i * 37 % 300).collect();
+    dequantizes(name, &[Q4K, Q5K, Q6K], 32, &ids);
+    // Six bits keep the model close to what it was.
+    let gguf = GgufCopy { dtype: Q6K, ..GgufCopy::llama(name) };
+    let file = tempfile::tempdir().unwrap();
+    let (found, exact) =
+        (logits(&open(&gguf.write(file.path())).unwrap(), &ids), logits(&open(dir.path()).unwrap(), &ids));
+    let square = |it: &mut dyn Iterator<Item = f32>| it.map(|x| f64::from(x).powi(2)).sum::<f64>();
+    let error = square(&mut found.iter().zip(&exact).map(|(a, b)| a - b)) / square(&mut exact.iter().copied());
+    assert!(error.sqrt() < 0.05, "{}", error.sqrt());
 }
 
 /// Row by row, by where [`permuted`] sends it.

@@ -84,7 +84,7 @@ pub fn run(context: &Context, args: &Inspect) -> Result<(), LabError> {
                 line("fingerprint", identity.to_string());
             }
             let mut table = Table::new();
-            table.load_style(presets::UTF8_HORIZONTAL_ONLY);
+            table.load_style(presets::ASCII_MARKDOWN);
             table.set_header(["scheme", "key bits", "value bits", "cache bits", "bytes/token", &format!("MiB at {}", args.context)]);
             for (scheme, b) in &budgets {
                 let mib = b.bytes_per_token * args.context as f64 / f64::from(1 << 20);

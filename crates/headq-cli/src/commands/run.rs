@@ -22,7 +22,7 @@ pub fn run(context: &Context, args: &Run) -> Result<(), LabError> {
     context.print(
         || super::json(&evaluation),
         || {
-            let (provenance, table) = (report::provenance(&evaluation).join("\n"), report::terminal_table(&evaluation));
+            let (provenance, table) = (report::provenance(&evaluation).join("\n"), report::table(&evaluation, false));
             format!("{provenance}\n{table}\nreport: {}", out.join("report.md").display())
         },
     )
