@@ -47,5 +47,10 @@ fn start_logging(quiet: bool) {
     use tracing_subscriber::EnvFilter;
     let default = if quiet { "error" } else { "warn" };
     let filter = EnvFilter::try_from_env("HEADQ_LOG").unwrap_or_else(|_| EnvFilter::new(default));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().with_target(false).init();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .without_time()
+        .with_target(false)
+        .init();
 }

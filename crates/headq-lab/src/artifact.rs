@@ -110,7 +110,8 @@ const TEMPORARY: (&str, &str) = (".headq-", ".tmp");
 
 /// Whether a file is one that [`write_atomic`] left behind because the program was killed.
 pub fn is_temporary(path: &Path) -> bool {
-    path.file_name().is_some_and(|n| n.to_string_lossy().starts_with(TEMPORARY.0) && n.to_string_lossy().ends_with(TEMPORARY.1))
+    path.file_name()
+        .is_some_and(|n| n.to_string_lossy().starts_with(TEMPORARY.0) && n.to_string_lossy().ends_with(TEMPORARY.1))
 }
 
 /// Writes a file whole or not at all.
@@ -146,7 +147,10 @@ pub fn check_writable(path: &Path) -> Result<(), LabError> {
     if path.is_dir() {
         return Err(LabError::Io { path: path.to_owned(), source: std::io::ErrorKind::IsADirectory.into() });
     }
-    let plain = |e: std::io::Error| LabError::Io { path: path.to_owned(), source: std::io::Error::new(e.kind(), e.kind().to_string()) };
+    let plain = |e: std::io::Error| LabError::Io {
+        path: path.to_owned(),
+        source: std::io::Error::new(e.kind(), e.kind().to_string()),
+    };
     tempfile::Builder::new().prefix(TEMPORARY.0).suffix(TEMPORARY.1).tempfile_in(folder).map(|_| ()).map_err(plain)
 }
 
@@ -160,7 +164,8 @@ struct Tensors(Vec<(String, Dtype, Vec<usize>, Vec<u8>)>);
 impl Tensors {
     fn write(&self, path: &Path, header: &Header) -> Result<(), LabError> {
         let views = self.0.iter().map(|(name, dtype, shape, bytes)| {
-            let view = TensorView::new(*dtype, shape.clone(), bytes).map_err(|e| artifact_error(path, e.to_string()))?;
+            let view =
+                TensorView::new(*dtype, shape.clone(), bytes).map_err(|e| artifact_error(path, e.to_string()))?;
             Ok((name.as_str(), view))
         });
         let views = views.collect::<Result<Vec<_>, LabError>>()?;
@@ -180,21 +185,31 @@ struct File<'a> {
 
 impl<'a> File<'a> {
     fn parse(path: &'a Path, bytes: &'a [u8], kind: &str) -> Result<Self, LabError> {
-        let broken = |e: &dyn std::fmt::Display| artifact_error(path, format!("not a whole safetensors file ({e}); make it again"));
+        let broken = |e: &dyn std::fmt::Display| {
+            artifact_error(path, format!("not a whole safetensors file ({e}); make it again"))
+        };
         let (_, metadata) = SafeTensors::read_metadata(bytes).map_err(|e| broken(&e))?;
         let tensors = SafeTensors::deserialize(bytes).map_err(|e| broken(&e))?;
         let json = metadata.metadata().as_ref().and_then(|m| m.get("headq")).ok_or_else(|| {
-            artifact_error(path, format!("a safetensors file without a 'headq' header; expected {kind} made by this program"))
+            artifact_error(
+                path,
+                format!("a safetensors file without a 'headq' header; expected {kind} made by this program"),
+            )
         })?;
-        let value: serde_json::Value = serde_json::from_str(json).map_err(|e| artifact_error(path, format!("its header is not JSON ({e})")))?;
+        let value: serde_json::Value =
+            serde_json::from_str(json).map_err(|e| artifact_error(path, format!("its header is not JSON ({e})")))?;
         let found = |key: &str| value.get(key).map_or("nothing".to_string(), |v| v.to_string());
         if value.get("schema").and_then(serde_json::Value::as_u64) != Some(u64::from(SCHEMA)) {
-            return Err(artifact_error(path, format!("schema {} is not the one this program reads, {SCHEMA}; make it again", found("schema"))));
+            return Err(artifact_error(
+                path,
+                format!("schema {} is not the one this program reads, {SCHEMA}; make it again", found("schema")),
+            ));
         }
         if value.get("kind").and_then(serde_json::Value::as_str) != Some(kind) {
             return Err(artifact_error(path, format!("expected {kind}, found {}", found("kind"))));
         }
-        let header: Header = serde_json::from_value(value).map_err(|e| artifact_error(path, format!("its header: {e}")))?;
+        let header: Header =
+            serde_json::from_value(value).map_err(|e| artifact_error(path, format!("its header: {e}")))?;
         let m = &header.model;
         if [m.layers, m.heads, m.kv_heads, m.head_dim].contains(&0) || !m.heads.is_multiple_of(m.kv_heads) {
             return Err(artifact_error(path, format!("its header names an impossible model: [{m}]")));
@@ -203,23 +218,31 @@ impl<'a> File<'a> {
     }
 
     fn bytes(&self, name: &str, dtype: Dtype, shape: &[usize]) -> Result<&[u8], LabError> {
-        let tensor = self.tensors.tensor(name).map_err(|_| artifact_error(self.path, format!("tensor '{name}' is missing")))?;
+        let tensor =
+            self.tensors.tensor(name).map_err(|_| artifact_error(self.path, format!("tensor '{name}' is missing")))?;
         if tensor.dtype() != dtype || tensor.shape() != shape {
             let found = format!("{:?} {:?}", tensor.dtype(), tensor.shape());
-            return Err(artifact_error(self.path, format!("tensor '{name}': expected {dtype:?} {shape:?}, found {found}")));
+            return Err(artifact_error(
+                self.path,
+                format!("tensor '{name}': expected {dtype:?} {shape:?}, found {found}"),
+            ));
         }
         Ok(self.tensors.tensor(name).map_err(|_| artifact_error(self.path, "unreadable"))?.data())
     }
 
     fn floats(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, LabError> {
-        let values: Vec<f32> =
-            self.bytes(name, Dtype::F32, shape)?.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
+        let values: Vec<f32> = self
+            .bytes(name, Dtype::F32, shape)?
+            .chunks_exact(4)
+            .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+            .collect();
         self.finite(name, values.iter().all(|v| v.is_finite()))?;
         Ok(values)
     }
 
     fn doubles(&self, name: &str, shape: &[usize]) -> Result<Vec<f64>, LabError> {
-        let values: Vec<f64> = self.bytes(name, Dtype::F64, shape)?.chunks_exact(8).map(|b| f64::from_bits(eight(b))).collect();
+        let values: Vec<f64> =
+            self.bytes(name, Dtype::F64, shape)?.chunks_exact(8).map(|b| f64::from_bits(eight(b))).collect();
         self.finite(name, values.iter().all(|v| v.is_finite()))?;
         Ok(values)
     }
@@ -229,7 +252,11 @@ impl<'a> File<'a> {
     }
 
     fn finite(&self, name: &str, all: bool) -> Result<(), LabError> {
-        if all { Ok(()) } else { Err(artifact_error(self.path, format!("tensor '{name}' holds NaN or infinity; make it again"))) }
+        if all {
+            Ok(())
+        } else {
+            Err(artifact_error(self.path, format!("tensor '{name}' holds NaN or infinity; make it again")))
+        }
     }
 }
 
@@ -250,7 +277,10 @@ impl Header {
         if self.model == *model {
             return Ok(());
         }
-        Err(artifact_error(path, format!("made from another model: [{}], but this model is [{model}]; calibrate this model", self.model)))
+        Err(artifact_error(
+            path,
+            format!("made from another model: [{}], but this model is [{model}]; calibrate this model", self.model),
+        ))
     }
 }
 
@@ -261,10 +291,10 @@ impl StatsArtifact {
     /// If the file cannot be written.
     pub fn save(&self, path: &Path) -> Result<(), LabError> {
         let mut tensors = Vec::new();
-        let groups: [(&str, fn(&LayerStats) -> &Vec<Moments>); 4] = [("q", |l| &l.q), ("k", |l| &l.k), ("e", |l| &l.e), ("v", |l| &l.v)];
-        for (name, pick) in groups {
-            let heads: Vec<&Moments> = self.layers.iter().flat_map(pick).collect();
-            let (layers, per_layer, d) = (self.layers.len(), pick(&self.layers[0]).len(), pick(&self.layers[0])[0].sum.len());
+        let kinds = self.layers.first().map_or(Vec::new(), |l| l.parts().map(|(name, m)| (name, m.len())).to_vec());
+        for (kind, (name, per_layer)) in kinds.into_iter().enumerate() {
+            let heads: Vec<&Moments> = self.layers.iter().flat_map(|l| l.parts()[kind].1).collect();
+            let (layers, d) = (self.layers.len(), heads[0].sum.len());
             let counts = heads.iter().flat_map(|m| m.n.to_le_bytes()).collect();
             let sums = heads.iter().flat_map(|m| m.sum.iter().flat_map(|v| v.to_le_bytes())).collect();
             // Symmetric, so that column-major is row-major.
@@ -298,7 +328,8 @@ impl StatsArtifact {
         };
         let (q, k) = (moments("q", model.heads)?, moments("k", model.kv_heads)?);
         let (e, v) = (moments("e", model.kv_heads)?, moments("v", model.kv_heads)?);
-        let layers = q.into_iter().zip(k).zip(e.into_iter().zip(v)).map(|((q, k), (e, v))| LayerStats { q, k, e, v }).collect();
+        let layers =
+            q.into_iter().zip(k).zip(e.into_iter().zip(v)).map(|((q, k), (e, v))| LayerStats { q, k, e, v }).collect();
         Ok(Self { header: file.header, layers })
     }
 }

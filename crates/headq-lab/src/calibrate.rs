@@ -60,11 +60,14 @@ impl Attention for Capture {
 pub fn check_base(base: &BaseScheme, context: usize, head_dim: usize) -> Result<(), LabError> {
     let least = base.flush.sinks + base.flush.group;
     if context < least {
-        let reason = format!("windows of {context} tokens hold no whole group of {base}; give a context of at least {least}");
+        let reason =
+            format!("windows of {context} tokens hold no whole group of {base}; give a context of at least {least}");
         return Err(LabError::Usage(reason));
     }
     match base.channels {
-        Some(c) if head_dim % c != 0 => Err(LabError::Usage(format!("{base}: c={c} does not divide the head width {head_dim}"))),
+        Some(c) if !head_dim.is_multiple_of(c) => {
+            Err(LabError::Usage(format!("{base}: c={c} does not divide the head width {head_dim}")))
+        }
         _ => Ok(()),
     }
 }
@@ -99,8 +102,7 @@ pub fn calibrate(
             let ids = model.ids(windows[i], 1, 0)?;
             // The last layer's attention has been captured when the pass ends; its hidden states are not needed.
             let _ = model.hidden(ids, 0, &mut capture);
-            let finite = |m: &headq::Moments| m.outer.iter().all(|v| v.is_finite());
-            match capture.layers.iter().all(|l| l.q.iter().chain(&l.k).chain(&l.e).chain(&l.v).all(finite)) {
+            match capture.layers.iter().all(LayerStats::is_finite) {
                 true => Ok(capture.layers),
                 false => Err(LabError::NotFinite { scheme: format!("calibrating {base}"), window: i }),
             }

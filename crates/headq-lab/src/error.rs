@@ -50,7 +50,9 @@ pub enum LabError {
     #[error("{0}")]
     Usage(String),
     /// The model gave something other than finite numbers.
-    #[error("{scheme}: window {window} has a loss that is not finite; the weights or the text are broken, or the cache loses too much")]
+    #[error(
+        "{scheme}: window {window} has a loss that is not finite; the weights or the text are broken, or the cache loses too much"
+    )]
     NotFinite {
         /// The scheme being evaluated.
         scheme: String,

@@ -37,7 +37,12 @@ pub struct Sources {
 
 /// Shape of a model's attention.
 pub fn head_shape(config: &ModelConfig) -> HeadShape {
-    HeadShape { layers: config.num_layers, heads: config.num_heads, kv_heads: config.num_kv_heads, head_dim: config.head_dim }
+    HeadShape {
+        layers: config.num_layers,
+        heads: config.num_heads,
+        kv_heads: config.num_kv_heads,
+        head_dim: config.head_dim,
+    }
 }
 
 impl Sources {
@@ -75,7 +80,14 @@ impl Sources {
         Ok(PlannedScheme { asked: asked.trim().to_string(), scheme, basis })
     }
 
-    fn basis(&self, scheme: &Scheme, base: &BaseScheme, side: &SideScheme, config: &ModelConfig, seed: u64) -> Result<Basis, LabError> {
+    fn basis(
+        &self,
+        scheme: &Scheme,
+        base: &BaseScheme,
+        side: &SideScheme,
+        config: &ModelConfig,
+        seed: u64,
+    ) -> Result<Basis, LabError> {
         let shape = head_shape(config);
         let mut reasons = Vec::new();
         for (path, artifact) in &self.bases {
@@ -92,7 +104,9 @@ impl Sources {
             }
         }
         Err(LabError::Usage(match reasons.is_empty() {
-            true => format!("scheme '{scheme}' needs a basis: give --stats (from headq calibrate) or --basis (from headq basis)"),
+            true => format!(
+                "scheme '{scheme}' needs a basis: give --stats (from headq calibrate) or --basis (from headq basis)"
+            ),
             false => format!("scheme '{scheme}': no given artifact agrees with it; {}", reasons.join("; ")),
         }))
     }
@@ -112,7 +126,10 @@ fn same_base(side: &SideScheme, base: &BaseScheme, made_with: &str) -> Result<()
     if comparable(made) == comparable(*base) {
         return Ok(());
     }
-    Err(format!("its residuals are those of {made_with}, but {} on {base} needs its own: calibrate with --base '{base}'", side.family))
+    Err(format!(
+        "its residuals are those of {made_with}, but {} on {base} needs its own: calibrate with --base '{base}'",
+        side.family
+    ))
 }
 
 /// Results of one scheme. Undefined numbers are `null`.
@@ -262,9 +279,11 @@ impl Request<'_> {
     pub fn run(&self, observer: &dyn Observer, store: &dyn PartStore) -> Result<Evaluation, LabError> {
         let measured: &[PlannedScheme] = if self.diagnostics { self.schemes } else { &[] };
         // The clock needs a dense pass of its own; otherwise diagnostics are taken on the one that is run anyway.
-        let dense_seconds = self.timings.then(|| timed(|| self.dense_pass(&[], observer))).transpose()?.map(|(_, seconds)| seconds);
+        let dense_seconds =
+            self.timings.then(|| timed(|| self.dense_pass(&[], observer))).transpose()?.map(|(_, seconds)| seconds);
         let mut results = Vec::new();
-        let (dense, with_diagnostics): (DensePart, f64) = timed(|| part(store, "dense", || self.dense_pass(measured, observer)))?;
+        let (dense, with_diagnostics): (DensePart, f64) =
+            timed(|| part(store, "dense", || self.dense_pass(measured, observer)))?;
         if !self.schemes.iter().any(|s| s.scheme.is_dense()) {
             let planned = PlannedScheme { asked: "dense".into(), scheme: Scheme::DENSE, basis: None };
             results.push(self.result(&planned, &dense.nll, &dense.nll, None, None));
@@ -282,7 +301,8 @@ impl Request<'_> {
         let base = results.iter().find(|r| r.canonical != Scheme::DENSE.to_string()).map(|r| r.ppl);
         for result in results.iter_mut().filter(|r| r.canonical != Scheme::DENSE.to_string()) {
             // The sum has no negative zero.
-            result.excess_removed = base.and_then(|base| excess_removed(base, result.ppl, dense_ppl)).map(|share| share + 0.0);
+            result.excess_removed =
+                base.and_then(|base| excess_removed(base, result.ppl, dense_ppl)).map(|share| share + 0.0);
         }
         let context = self.texts[0].windows[0].len();
         Ok(Evaluation {
@@ -306,7 +326,12 @@ impl Request<'_> {
     }
 
     /// Token losses of one window under any attention.
-    fn losses(&self, model: &LanguageModel, window: &[u32], attention: &mut dyn Attention) -> Result<Vec<f64>, LabError> {
+    fn losses(
+        &self,
+        model: &LanguageModel,
+        window: &[u32],
+        attention: &mut dyn Attention,
+    ) -> Result<Vec<f64>, LabError> {
         let hidden = model.hidden(model.ids(window, 1, 0)?, 0, attention);
         Ok(model.token_nll(hidden.narrow(1, 0, window.len() - 1), &window[1..])?)
     }
@@ -355,7 +380,17 @@ impl Request<'_> {
             windows.len(),
             self.threads,
             observer,
-            || (self.model.clone(), QuantizedCache::teacher_forced(planned.scheme, planned.basis.as_ref(), layers, &self.model.device())),
+            || {
+                (
+                    self.model.clone(),
+                    QuantizedCache::teacher_forced(
+                        planned.scheme,
+                        planned.basis.as_ref(),
+                        layers,
+                        &self.model.device(),
+                    ),
+                )
+            },
             |(model, cache), i| self.checked(&planned.asked, i, self.losses(model, windows[i], cache)?),
             |_, nll| whole.extend(nll),
         )?;

@@ -19,7 +19,8 @@ impl Estimate {
         let logits = 2 * tile * config.vocab_size as u64;
         // Scores of a tile exist as scores, biased scores, probabilities and their copies on the host.
         let scores = 6 * config.num_heads as u64 * tile * t;
-        let widths = 4 * config.hidden_size + 3 * config.intermediate_size + 6 * (config.query_width() + 2 * config.kv_width());
+        let widths =
+            4 * config.hidden_size + 3 * config.intermediate_size + 6 * (config.query_width() + 2 * config.kv_width());
         let floats = logits + scores + t * widths as u64;
         Self { weights: 4 * parameters, activations: 4 * workers as u64 * floats }
     }

@@ -64,10 +64,21 @@ pub fn provenance(evaluation: &Evaluation) -> Vec<String> {
     let mut lines = vec![
         format!("model: {} ({})", e.model, e.fingerprint),
         format!("device: {}; seed {}; {}", e.device, e.seed, e.program),
-        format!("{} tokens scored in windows of {}{}", e.tokens, e.context, if e.add_bos { ", each begun with BOS" } else { "" }),
+        format!(
+            "{} tokens scored in windows of {}{}",
+            e.tokens,
+            e.context,
+            if e.add_bos { ", each begun with BOS" } else { "" }
+        ),
     ];
     for t in &e.texts {
-        lines.push(format!("text: {} ({} characters, {} tokens, sha256 {})", t.path.display(), t.chars, t.tokens, &t.sha256[..12]));
+        lines.push(format!(
+            "text: {} ({} characters, {} tokens, sha256 {})",
+            t.path.display(),
+            t.chars,
+            t.tokens,
+            &t.sha256[..12]
+        ));
     }
     lines
 }

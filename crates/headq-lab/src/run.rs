@@ -111,7 +111,10 @@ impl RunConfig {
         })?;
         let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
         if config.name.is_empty() || config.name.starts_with('.') || !config.name.chars().all(plain) {
-            return Err(fail(format!("name '{}': expected letters, digits, '-', '_' and '.'; it names a folder", config.name)));
+            return Err(fail(format!(
+                "name '{}': expected letters, digits, '-', '_' and '.'; it names a folder",
+                config.name
+            )));
         }
         if config.eval.schemes.is_empty() {
             return Err(fail("eval.schemes is empty; list at least one scheme, e.g. \"kivi-2(g=32,r=32)\"".into()));
@@ -125,10 +128,13 @@ impl RunConfig {
             Ok(())
         };
         resolve(&mut config.model)?;
-        for texts in [Some(&mut config.eval.text), config.calibrate.as_mut().map(|c| &mut c.text)].into_iter().flatten() {
+        for texts in [Some(&mut config.eval.text), config.calibrate.as_mut().map(|c| &mut c.text)].into_iter().flatten()
+        {
             match texts {
                 OneOrMany::One(one) => resolve(one)?,
-                OneOrMany::Many(many) if many.is_empty() => return Err(fail("text is an empty list; name at least one file".into())),
+                OneOrMany::Many(many) if many.is_empty() => {
+                    return Err(fail("text is an empty list; name at least one file".into()));
+                }
                 OneOrMany::Many(many) => many.iter_mut().try_for_each(&resolve)?,
             }
         }
@@ -139,7 +145,13 @@ impl RunConfig {
 
 /// The path without detours (`configs/../checkpoints`), where it exists below the current folder.
 fn shortest(path: PathBuf) -> PathBuf {
-    let below = || path.canonicalize().ok()?.strip_prefix(std::env::current_dir().ok()?.canonicalize().ok()?).ok().map(PathBuf::from);
+    let below = || {
+        path.canonicalize()
+            .ok()?
+            .strip_prefix(std::env::current_dir().ok()?.canonicalize().ok()?)
+            .ok()
+            .map(PathBuf::from)
+    };
     below().filter(|p| !p.as_os_str().is_empty()).unwrap_or(path.clone())
 }
 
@@ -151,7 +163,8 @@ fn expand(text: &str, lookup: &dyn Fn(&str) -> Option<String>) -> Result<String,
         let end = rest[start..].find('}').ok_or_else(|| format!("'{text}' opens ${{ and does not close it"))? + start;
         let name = &rest[start + 2..end];
         out += &rest[..start];
-        out += &lookup(name).ok_or_else(|| format!("'{text}' needs the environment variable {name}, which is not set"))?;
+        out +=
+            &lookup(name).ok_or_else(|| format!("'{text}' needs the environment variable {name}, which is not set"))?;
         rest = &rest[end + 1..];
     }
     Ok(out + rest)
@@ -216,7 +229,8 @@ impl Folder {
 const LOCK: &str = ".lock";
 
 fn list(folder: &Path) -> Result<Vec<PathBuf>, LabError> {
-    let entries = std::fs::read_dir(folder).and_then(Iterator::collect::<Result<Vec<_>, _>>).map_err(LabError::io(folder))?;
+    let entries =
+        std::fs::read_dir(folder).and_then(Iterator::collect::<Result<Vec<_>, _>>).map_err(LabError::io(folder))?;
     Ok(entries.iter().map(std::fs::DirEntry::path).collect())
 }
 
@@ -236,7 +250,8 @@ impl PartStore for Folder {
 }
 
 fn write_json(path: &Path, value: &impl Serialize) -> Result<(), LabError> {
-    let mut bytes = serde_json::to_vec_pretty(value).map_err(|e| LabError::Artifact { path: path.to_owned(), reason: e.to_string() })?;
+    let mut bytes = serde_json::to_vec_pretty(value)
+        .map_err(|e| LabError::Artifact { path: path.to_owned(), reason: e.to_string() })?;
     bytes.push(b'\n');
     write_atomic(path, &bytes)
 }
@@ -289,7 +304,12 @@ pub type Announce<'a> = &'a dyn Fn(&LoadedModel, usize);
 ///
 /// # Errors
 /// On any bad input, before the folder is touched where possible; on interruption, with finished parts kept.
-pub fn run(config: &RunConfig, options: &RunOptions, observer: &dyn Observer, announce: Announce) -> Result<Evaluation, LabError> {
+pub fn run(
+    config: &RunConfig,
+    options: &RunOptions,
+    observer: &dyn Observer,
+    announce: Announce,
+) -> Result<Evaluation, LabError> {
     let schemes: Vec<Scheme> = config.eval.schemes.iter().map(|s| s.parse()).collect::<Result<_, headq::Error>>()?;
     let device = parse_device(&config.device)?;
     let loaded = load(&config.model, &device, &LoadOptions::default())?;
@@ -298,7 +318,11 @@ pub fn run(config: &RunConfig, options: &RunOptions, observer: &dyn Observer, an
     let eval_texts = windows(&config.eval.text, &tokenizer, &window_options(config, &config.eval))?;
     let calibration_texts = match &config.calibrate {
         None => Vec::new(),
-        Some(c) => windows(&c.text, &tokenizer, &WindowOptions { max_chars: c.max_chars, context: c.context, windows: c.windows, add_bos: config.add_bos })?,
+        Some(c) => windows(
+            &c.text,
+            &tokenizer,
+            &WindowOptions { max_chars: c.max_chars, context: c.context, windows: c.windows, add_bos: config.add_bos },
+        )?,
     };
     let given = Sources::load::<String>(&[], &config.eval.basis, &loaded.fingerprint)?;
     let bases = planned_calibrations(config, &schemes, &given, &loaded)?;
@@ -311,7 +335,12 @@ pub fn run(config: &RunConfig, options: &RunOptions, observer: &dyn Observer, an
     };
     let (folder, _lock) = Folder::open(&options.out, &manifest)?;
     let sources = calibrated(config, bases, given, &loaded, &calibration_texts, &folder, options, observer)?;
-    let planned = config.eval.schemes.iter().map(|s| sources.plan(s, loaded.config(), config.seed)).collect::<Result<Vec<_>, _>>()?;
+    let planned = config
+        .eval
+        .schemes
+        .iter()
+        .map(|s| sources.plan(s, loaded.config(), config.seed))
+        .collect::<Result<Vec<_>, _>>()?;
     keep_bases(&planned, &sources, &folder, config.seed)?;
     let request = Request {
         model: &loaded.model,
@@ -328,7 +357,10 @@ pub fn run(config: &RunConfig, options: &RunOptions, observer: &dyn Observer, an
     };
     let evaluation = request.run(observer, &folder)?;
     write_json(&folder.0.join("report.json"), &evaluation)?;
-    write_atomic(&folder.0.join("report.md"), report::markdown(&config.name, &evaluation, &options.command).as_bytes())?;
+    write_atomic(
+        &folder.0.join("report.md"),
+        report::markdown(&config.name, &evaluation, &options.command).as_bytes(),
+    )?;
     Ok(evaluation)
 }
 
@@ -341,7 +373,12 @@ fn windows(texts: &OneOrMany, tokenizer: &Tokenizer, options: &WindowOptions) ->
 }
 
 /// Base quantizers to calibrate for the schemes that no given basis covers; fails where the run could not come to its end.
-fn planned_calibrations(config: &RunConfig, schemes: &[Scheme], given: &Sources, loaded: &LoadedModel) -> Result<Vec<BaseScheme>, LabError> {
+fn planned_calibrations(
+    config: &RunConfig,
+    schemes: &[Scheme],
+    given: &Sources,
+    loaded: &LoadedModel,
+) -> Result<Vec<BaseScheme>, LabError> {
     let needed = config.eval.context.max(config.calibrate.as_ref().map_or(0, |c| c.context));
     if let Some(limit) = loaded.config().position_limit().filter(|limit| needed > *limit) {
         return Err(ModelError::ContextTooLong { needed, limit }.into());
@@ -349,12 +386,16 @@ fn planned_calibrations(config: &RunConfig, schemes: &[Scheme], given: &Sources,
     let covered = |s: &Scheme| given.plan(&s.to_string(), loaded.config(), config.seed).is_ok();
     let open: Vec<Scheme> = schemes.iter().copied().filter(|s| s.side().is_some() && !covered(s)).collect();
     if let Some(scheme) = open.iter().find(|s| s.side().is_some_and(|side| side.family == Family::Learned)) {
-        return Err(LabError::Usage(format!("scheme '{scheme}': a learned basis is trained, not calibrated; name its file in eval.basis")));
+        return Err(LabError::Usage(format!(
+            "scheme '{scheme}': a learned basis is trained, not calibrated; name its file in eval.basis"
+        )));
     }
     let bases = bases_to_calibrate(&open);
     match (&config.calibrate, bases.first()) {
         (None, Some(base)) => {
-            let reason = format!("schemes on {base} need a basis, and the configuration has no [calibrate] section to derive one from");
+            let reason = format!(
+                "schemes on {base} need a basis, and the configuration has no [calibrate] section to derive one from"
+            );
             return Err(LabError::Usage(reason));
         }
         (Some(c), Some(_)) => bases.iter().try_for_each(|b| check_base(b, c.context, loaded.config().head_dim))?,
@@ -380,7 +421,15 @@ fn calibrated(
         let artifact = match path.exists() {
             true => StatsArtifact::load(&path)?,
             false => {
-                let made = calibrate(&loaded.model, &loaded.fingerprint, texts, config.add_bos, base, options.threads, observer)?;
+                let made = calibrate(
+                    &loaded.model,
+                    &loaded.fingerprint,
+                    texts,
+                    config.add_bos,
+                    base,
+                    options.threads,
+                    observer,
+                )?;
                 made.save(&path)?;
                 made
             }
@@ -396,7 +445,8 @@ fn keep_bases(planned: &[PlannedScheme], sources: &Sources, folder: &Folder, see
     for planned in planned {
         let (Some(side), Some(basis)) = (planned.scheme.side(), &planned.basis) else { continue };
         let Some(base) = planned.scheme.key.map(|k| k.base) else { continue };
-        let name = format!("basis-{}-rank{}-{}-{}.safetensors", side.family, side.rank, side.scope, slug(&base.to_string()));
+        let name =
+            format!("basis-{}-rank{}-{}-{}.safetensors", side.family, side.rank, side.scope, slug(&base.to_string()));
         let path = folder.0.join(name);
         let Some((_, stats)) = sources.stats.first() else { continue };
         if path.exists() || sources.bases.iter().any(|(_, b)| b.basis == *basis) {
@@ -434,11 +484,16 @@ mod tests {
     #[test]
     fn one_calibration_serves_all_schemes_that_only_need_queries() {
         let parse = |texts: &[&str]| texts.iter().map(|t| t.parse().unwrap()).collect::<Vec<Scheme>>();
-        let bases = |texts: &[&str]| bases_to_calibrate(&parse(texts)).iter().map(ToString::to_string).collect::<Vec<_>>();
+        let bases =
+            |texts: &[&str]| bases_to_calibrate(&parse(texts)).iter().map(ToString::to_string).collect::<Vec<_>>();
         assert!(bases(&["dense", "kivi-2"]).is_empty());
         assert_eq!(bases(&["kivi-2+query-pca(rank=4,bits=4)", "kivi-3+random(rank=4,bits=4)"]), ["kivi-2(g=32,r=32)"]);
         assert_eq!(
-            bases(&["kivi-2+query-pca(rank=4,bits=4)", "kivi-3+score-optimal(rank=4,bits=4)", "kivi-3(r=64)+residual-pca(rank=2,bits=4)"]),
+            bases(&[
+                "kivi-2+query-pca(rank=4,bits=4)",
+                "kivi-3+score-optimal(rank=4,bits=4)",
+                "kivi-3(r=64)+residual-pca(rank=2,bits=4)"
+            ]),
             ["kivi-3(g=32,r=32)"]
         );
     }

@@ -53,8 +53,12 @@ pub struct Windows {
 pub fn read_text(path: &Path, max_chars: Option<usize>) -> Result<String, LabError> {
     let text_error = |reason: String| LabError::Text { path: path.to_owned(), reason };
     let bytes = std::fs::read(path).map_err(LabError::io(path))?;
-    let text = String::from_utf8(bytes)
-        .map_err(|e| text_error(format!("not UTF-8: byte {} begins no character; convert the file, e.g. with iconv", e.utf8_error().valid_up_to())))?;
+    let text = String::from_utf8(bytes).map_err(|e| {
+        text_error(format!(
+            "not UTF-8: byte {} begins no character; convert the file, e.g. with iconv",
+            e.utf8_error().valid_up_to()
+        ))
+    })?;
     let text = if text.contains('\r') { text.replace("\r\n", "\n").replace('\r', "\n") } else { text };
     let text = match max_chars.and_then(|n| text.char_indices().nth(n)) {
         None => text,
@@ -73,14 +77,19 @@ pub fn read_text(path: &Path, max_chars: Option<usize>) -> Result<String, LabErr
 pub fn load_windows(path: &Path, tokenizer: &Tokenizer, options: &WindowOptions) -> Result<Windows, LabError> {
     let text_error = |reason: String| LabError::Text { path: path.to_owned(), reason };
     if options.context < 2 {
-        return Err(LabError::Usage(format!("context {}: a window needs at least 2 tokens, one to read and one to predict", options.context)));
+        return Err(LabError::Usage(format!(
+            "context {}: a window needs at least 2 tokens, one to read and one to predict",
+            options.context
+        )));
     }
     if options.windows == 0 {
         return Err(LabError::Usage("windows 0: at least one is needed".into()));
     }
     let bos = match options.add_bos {
         false => None,
-        true => Some(tokenizer.bos().ok_or_else(|| LabError::Usage("this model's tokenizer has no beginning-of-sequence token; leave out --add-bos".into()))?),
+        true => Some(tokenizer.bos().ok_or_else(|| {
+            LabError::Usage("this model's tokenizer has no beginning-of-sequence token; leave out --add-bos".into())
+        })?),
     };
     let text = read_text(path, options.max_chars)?;
     let tokens = tokenizer.encode(&text)?;
@@ -95,7 +104,11 @@ pub fn load_windows(path: &Path, tokenizer: &Tokenizer, options: &WindowOptions)
             options.windows
         )));
     }
-    let windows = tokens.chunks_exact(own).take(options.windows).map(|w| bos.into_iter().chain(w.iter().copied()).collect()).collect();
+    let windows = tokens
+        .chunks_exact(own)
+        .take(options.windows)
+        .map(|w| bos.into_iter().chain(w.iter().copied()).collect())
+        .collect();
     let info = TextInfo {
         path: path.to_owned(),
         sha256: hex(&Sha256::digest(text.as_bytes())),

@@ -42,7 +42,11 @@ pub fn map_in_order<W: Send, T: Send>(
                     if i >= count || stop.load(Ordering::Relaxed) {
                         return;
                     }
-                    let result = if observer.cancelled() { Err(LabError::Interrupted) } else { pool.install(|| job(&mut worker, i)) };
+                    let result = if observer.cancelled() {
+                        Err(LabError::Interrupted)
+                    } else {
+                        pool.install(|| job(&mut worker, i))
+                    };
                     if result.is_err() {
                         stop.store(true, Ordering::Relaxed);
                     }

@@ -311,7 +311,7 @@ impl Scheme {
         let key_c = self.key.and_then(|k| k.base.channels);
         let value_c = self.value.and_then(|v| v.channels);
         for c in [key_c, value_c].into_iter().flatten() {
-            if c > head_dim || head_dim % c != 0 {
+            if c > head_dim || !head_dim.is_multiple_of(c) {
                 return fit(format!("c={c} does not divide the head width {head_dim}"));
             }
         }

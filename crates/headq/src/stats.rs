@@ -93,6 +93,16 @@ impl LayerStats {
         Self { q: empty(heads), k: empty(kv_heads), e: empty(kv_heads), v: empty(kv_heads) }
     }
 
+    /// Name and moments of each kind of row.
+    pub fn parts(&self) -> [(&'static str, &[Moments]); 4] {
+        [("q", &self.q), ("k", &self.k), ("e", &self.e), ("v", &self.v)]
+    }
+
+    /// Whether all sums are finite.
+    pub fn is_finite(&self) -> bool {
+        self.parts().iter().flat_map(|(_, moments)| *moments).all(|m| m.outer.iter().all(|v| v.is_finite()))
+    }
+
     /// Adds rows of all heads, each slice `[heads, n, head_dim]` (`e` may have fewer rows than the others).
     pub fn add(&mut self, q: &[f32], k: &[f32], e: &[f32], v: &[f32]) {
         let fill = |moments: &mut Vec<Moments>, rows: &[f32]| {

@@ -11,7 +11,15 @@ pub fn run(context: &Context, args: &Calibrate) -> Result<(), LabError> {
     let base: BaseScheme = args.base.parse().map_err(LabError::Method)?;
     check_writable(&args.out)?;
     let (loaded, windows) = context.load(&args.model, &args.text)?;
-    let stats = calibrate(&loaded.model, &loaded.fingerprint, &windows, args.text.add_bos, base, context.threads, &context.bars)?;
+    let stats = calibrate(
+        &loaded.model,
+        &loaded.fingerprint,
+        &windows,
+        args.text.add_bos,
+        base,
+        context.threads,
+        &context.bars,
+    )?;
     stats.save(&args.out)?;
     let out = args.out.display();
     context.print(

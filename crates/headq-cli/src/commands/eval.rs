@@ -34,5 +34,7 @@ pub fn run(context: &Context, args: &Eval) -> Result<(), LabError> {
     if let Some(out) = &args.out {
         write_atomic(out, format!("{:#}\n", json()).as_bytes())?;
     }
-    context.print(json, || format!("{}\n{}", report::provenance(&evaluation).join("\n"), report::table(&evaluation, false)))
+    context.print(json, || {
+        format!("{}\n{}", report::provenance(&evaluation).join("\n"), report::table(&evaluation, false))
+    })
 }

@@ -32,7 +32,8 @@ pub fn run(context: &Context, args: &Inspect) -> Result<(), LabError> {
     if !(1..=MOST_TOKENS).contains(&args.context) {
         return Err(LabError::Usage(format!("context {}: expected 1 to {MOST_TOKENS} tokens", args.context)));
     }
-    let common: Vec<String> = COMMON.iter().filter(|_| config.head_dim.is_multiple_of(32)).map(|s| s.to_string()).collect();
+    let common: Vec<String> =
+        COMMON.iter().filter(|_| config.head_dim.is_multiple_of(32)).map(|s| s.to_string()).collect();
     let asked = match args.scheme.is_empty() {
         false => args.scheme.clone(),
         true if common.is_empty() => ["dense", "token-4/token-4", "kivi-2/token-2"].map(String::from).to_vec(),

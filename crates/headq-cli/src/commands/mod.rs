@@ -51,7 +51,9 @@ impl Context {
         let shown = if self.json { format!("{:#}\n", json()) } else { format!("{}\n", text().trim_end()) };
         let mut out = std::io::stdout().lock();
         match out.write_all(shown.as_bytes()).and_then(|()| out.flush()) {
-            Err(source) if source.kind() != std::io::ErrorKind::BrokenPipe => Err(LabError::Io { path: "standard output".into(), source }),
+            Err(source) if source.kind() != std::io::ErrorKind::BrokenPipe => {
+                Err(LabError::Io { path: "standard output".into(), source })
+            }
             _ => Ok(()),
         }
     }
@@ -88,7 +90,12 @@ impl Context {
 }
 
 fn windows(paths: &[PathBuf], tokenizer: &Tokenizer, text: &TextArgs) -> Result<Vec<Windows>, LabError> {
-    let options = WindowOptions { max_chars: text.max_chars, context: text.context, windows: text.windows, add_bos: text.add_bos };
+    let options = WindowOptions {
+        max_chars: text.max_chars,
+        context: text.context,
+        windows: text.windows,
+        add_bos: text.add_bos,
+    };
     paths.iter().map(|path| load_windows(path, tokenizer, &options)).collect()
 }
 

@@ -16,7 +16,11 @@ pub fn run(context: &Context, args: &Run) -> Result<(), LabError> {
         config.seed = seed;
     }
     let out = args.out.clone().unwrap_or_else(|| std::path::Path::new("runs").join(&config.name));
-    let options = RunOptions { out: out.clone(), threads: context.threads, command: format!("headq run {}", args.config.display()) };
+    let options = RunOptions {
+        out: out.clone(),
+        threads: context.threads,
+        command: format!("headq run {}", args.config.display()),
+    };
     let announce = |loaded: &LoadedModel, tokens: usize| context.say_memory(&loaded.description, tokens, usize::MAX);
     let evaluation = run_config(&config, &options, &context.bars, &announce)?;
     context.print(
