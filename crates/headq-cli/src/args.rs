@@ -6,11 +6,13 @@ use clap::{Args, Parser, Subcommand};
 
 /// KV-cache quantization measured where the model sees it.
 ///
-/// A KV cache stores keys and values, but a key is only ever read through a score q·k/√d. headq quantizes caches, keeps a low-rank
-/// side code of each key's residual in a basis learned from queries, adds it back to the scores, and measures what the model sees:
-/// perplexity, attention KL, output error, and the bits that are really stored.
+/// A KV cache stores keys and values, but a key is only ever read through a score q·k/√d. headq
+/// quantizes caches, keeps a low-rank side code of each key's residual in a basis learned from
+/// queries, adds it back to the scores, and measures what the model sees: perplexity, attention
+/// KL, output error, and the bits that are really stored.
 ///
-/// Typical use: `calibrate` a model on text, `eval` schemes with the statistics, or do all of it with `run` and a configuration.
+/// Typical use: `calibrate` a model on text, `eval` schemes with the statistics, or do all of
+/// it with `run` and a configuration.
 #[derive(Debug, Parser)]
 #[command(name = "headq", version, max_term_width = 110, propagate_version = true)]
 pub struct Cli {
@@ -23,19 +25,19 @@ pub struct Cli {
 #[derive(Debug, Args)]
 pub struct Global {
     /// Print one JSON object on standard output instead of text.
-    #[arg(long, global = true)]
+    #[arg(long, global = true, help_heading = "Everywhere")]
     pub json: bool,
     /// No progress and no notes on standard error; errors only.
-    #[arg(long, short, global = true)]
+    #[arg(long, short, global = true, help_heading = "Everywhere")]
     pub quiet: bool,
     /// Device to compute on. This build has: flex (CPU).
-    #[arg(long, global = true, value_name = "D")]
+    #[arg(long, global = true, help_heading = "Everywhere", value_name = "D")]
     pub device: Option<String>,
     /// Seed of everything random. Same seed, same device, same numbers.
-    #[arg(long, global = true, value_name = "N")]
+    #[arg(long, global = true, help_heading = "Everywhere", value_name = "N")]
     pub seed: Option<u64>,
     /// CPU cores to use. Results do not depend on it.
-    #[arg(long, global = true, value_name = "N")]
+    #[arg(long, global = true, help_heading = "Everywhere", value_name = "N")]
     pub threads: Option<std::num::NonZeroUsize>,
 }
 
@@ -70,12 +72,14 @@ pub struct TextArgs {
 
 /// Show a model's architecture and what its cache takes under schemes.
 ///
-/// Reads the configuration and the headers of the weights, and checks that every tensor is there with its shape; reads no weights.
-/// MODEL is a folder in Hugging Face layout (config.json and safetensors), a .gguf file, or a folder with one.
+/// Reads the configuration and the headers of the weights, and checks that every tensor is
+/// there with its shape; reads no weights. MODEL is a folder in Hugging Face layout
+/// (config.json and safetensors), a .gguf file, or a folder with one.
 ///
 /// Example:
 ///
-///   headq inspect checkpoints/headq-embedded --context 4096 --scheme 'kivi-2(g=32,r=128)/token-2(c=32)'
+///   headq inspect checkpoints/headq-embedded --context 4096 \
+///     --scheme 'kivi-2(g=32,r=128)/token-2(c=32)'
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct Inspect {
@@ -94,14 +98,16 @@ pub struct Inspect {
 
 /// Accumulate the statistics that bases are derived from.
 ///
-/// Streams text through the dense model and accumulates, in f64, first and second moments of post-RoPE queries (by query head),
-/// keys, values and the base quantizer's residuals (by KV head). The artifact serves every family and rank; query-pca,
-/// query-pca-centered and random use only the queries, and so any base quantizer.
+/// Streams text through the dense model and accumulates, in f64, first and second moments of
+/// post-RoPE queries (by query head), keys, values and the base quantizer's residuals (by KV
+/// head). The artifact serves every family and rank; query-pca, query-pca-centered and random
+/// use only the queries, and so any base quantizer.
 ///
 /// Example:
 ///
-///   headq calibrate checkpoints/headq-embedded --text checkpoints/headq-embedded/calibration.txt \
-///         --context 256 --windows 8 --base 'kivi-2(g=32)' --out stats.safetensors
+///   headq calibrate checkpoints/headq-embedded \
+///     --text checkpoints/headq-embedded/calibration.txt --context 256 --windows 8 \
+///     --base 'kivi-2(g=32)' --out stats.safetensors
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct Calibrate {
@@ -145,11 +151,14 @@ pub struct Basis {
 
 /// Evaluate schemes: perplexity, attention and output error, and bits.
 ///
-/// Runs the dense model, then the model with each scheme's cache, teacher-forced with the cache's own streaming semantics, and prints
-/// one row per scheme. Bases come from --basis files or are derived from --stats. `dense` is always run. "excess removed" compares
-/// with the first scheme that is not dense. In the JSON, `tokens` is the number of tokens scored: windows · (T − 1).
+/// Runs the dense model, then the model with each scheme's cache, teacher-forced with the
+/// cache's own streaming semantics, and prints one row per scheme. Bases come from --basis
+/// files or are derived from --stats. `dense` is always run. "excess removed" compares with the
+/// first scheme that is not dense. In the JSON, `tokens` is the number of tokens scored:
+/// windows · (T − 1).
 ///
-/// A scheme is KEYS or KEYS/VALUES, e.g. kivi-2(g=32,r=32)+query-pca(rank=4,bits=4)/token-2(c=32):
+/// A scheme is KEYS or KEYS/VALUES, e.g.
+/// kivi-2(g=32,r=32)+query-pca(rank=4,bits=4)/token-2(c=32):
 ///   keys    dense | kivi-B | token-B (options g r sinks range meta, c for token), B from 1 to 8
 ///   side    query-pca query-pca-centered residual-pca random score-optimal learned
 ///           (options rank bits scales=group|token sign=1|-1 scope=kv-head|query-head)
@@ -157,8 +166,10 @@ pub struct Basis {
 ///
 /// Example:
 ///
-///   headq eval checkpoints/headq-embedded --text checkpoints/headq-embedded/test.txt --context 256 --windows 8 \
-///         --scheme 'kivi-2(g=32,r=32)' --scheme 'kivi-2(g=32,r=32)+query-pca(rank=4,bits=4)' --stats stats.safetensors
+///   headq eval checkpoints/headq-embedded \
+///     --text checkpoints/headq-embedded/test.txt --context 256 --windows 8 \
+///     --scheme 'kivi-2(g=32,r=32)' --scheme 'kivi-2(g=32,r=32)+query-pca(rank=4,bits=4)' \
+///     --stats stats.safetensors
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct Eval {
@@ -188,9 +199,10 @@ pub struct Eval {
 
 /// Do all of it from a configuration: calibrate, derive bases, evaluate, report.
 ///
-/// Writes artifacts, report.json and report.md to runs/NAME (or --out). Interrupt it at will: started again, it goes on from what is
-/// there. Paths in the configuration are relative to it; ${NAME} stands for an environment variable, and a path that begins with one
-/// is relative to the current folder.
+/// Writes artifacts, report.json and report.md to runs/NAME (or --out). Interrupt it at will:
+/// started again, it goes on from what is there. Paths in the configuration are relative to it;
+/// ${NAME} stands for an environment variable, and a path that begins with one is relative to
+/// the current folder.
 ///
 /// Example:
 ///

@@ -1,7 +1,7 @@
 //! Quantizers: what turns keys, values and side coefficients into codes and back.
 //!
 //! All of them are asymmetric uniform quantizers x̂ = zero + code · scale; they differ in what shares a range. To add one, give it a
-//! name in [`crate::scheme::Quantizer`] and say in [`Axis::of_key`] what shares its ranges.
+//! name in [`crate::scheme::Quantizer`] and say in `Axis::of_key` what shares its ranges.
 
 use burn::tensor::{Bool, DType, FloatDType, Tensor};
 

@@ -51,17 +51,17 @@ impl Moments {
         total
     }
 
-    /// E[x]: `[head_dim]`; zeros before any row.
+    /// `E[x]`: `[head_dim]`; zeros before any row.
     pub fn mean(&self) -> DVector<f64> {
         &self.sum / self.n.max(1) as f64
     }
 
-    /// E[xxᵀ], uncentered.
+    /// `E[xxᵀ]`, uncentered.
     pub fn second(&self) -> DMatrix<f64> {
         symmetric(&self.outer / self.n.max(1) as f64)
     }
 
-    /// E[xxᵀ] − E[x]E[x]ᵀ.
+    /// `E[xxᵀ] − E[x]E[x]ᵀ`.
     pub fn covariance(&self) -> DMatrix<f64> {
         let mean = self.mean();
         self.second() - &mean * mean.transpose()
