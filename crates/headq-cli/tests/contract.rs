@@ -24,7 +24,7 @@ fn shell_words(text: &str) -> Vec<String> {
     words
 }
 
-fn scheme<'a>(evaluation: &'a Value, i: usize) -> &'a Value {
+fn scheme(evaluation: &Value, i: usize) -> &Value {
     &evaluation["schemes"][i]
 }
 
@@ -109,7 +109,7 @@ fn json_is_one_object_and_quiet_is_silent() {
     let eval = "eval model --text text.txt --context 32 --windows 2 --scheme kivi-2(g=8,r=4)+query-pca(rank=2,bits=4) \
                 --basis basis.safetensors --out report.json";
     for line in ["inspect model --fingerprint", CALIBRATE, basis, eval, "run run.toml --out made"] {
-        let args: Vec<&str> = line.split_whitespace().collect();
+        let args: Vec<&str> = line.split_whitespace().filter(|a| *a != "--quiet").collect();
         for format in [&[][..], &["--json"]] {
             let output = world.run(&[&args, format, &["--quiet"]].concat());
             let error = String::from_utf8_lossy(&output.stderr);
@@ -119,11 +119,17 @@ fn json_is_one_object_and_quiet_is_silent() {
             let parsed: Result<Value, _> = serde_json::from_slice(&output.stdout);
             assert_eq!(parsed.is_ok_and(|v| v.is_object()), format == ["--json"], "{line}");
         }
-        assert_eq!(world.run(&[&args[..], &["--json"]].concat()).stdout, world.run(&[&args[..], &["--json", "-q"]].concat()).stdout);
+        assert_eq!(
+            world.run(&[&args[..], &["--json"]].concat()).stdout,
+            world.run(&[&args[..], &["--json", "-q"]].concat()).stdout
+        );
     }
     let mut command = world.command(&eval.split_whitespace().collect::<Vec<_>>());
     let output = command.env("HEADQ_LOG", "trace").arg("--json").output().unwrap();
-    assert!(serde_json::from_slice::<Value>(&output.stdout).is_ok() && !output.stderr.is_empty(), "logs go to standard error");
+    assert!(
+        serde_json::from_slice::<Value>(&output.stdout).is_ok() && !output.stderr.is_empty(),
+        "logs go to standard error"
+    );
     assert_eq!(world.json("report.json"), serde_json::from_slice::<Value>(&output.stdout).unwrap());
 }
 
@@ -137,7 +143,8 @@ fn inspect_counts_what_caches_take() {
     assert_eq!(scheme(&shown, 0)["bytes_per_token"], 384.0);
     // 2 + 32/8 bits, and rank 4 of 3 + 32/8 bits over 16 channels.
     assert_eq!(scheme(&shown, 1)["key_bits"], 6.0 + 4.0 * 7.0 / 16.0);
-    let evaluated = world.prints(&["eval", "model", "--text", "text.txt", "--context", "64", "--windows", "1", "--scheme", BASE]);
+    let evaluated =
+        world.prints(&["eval", "model", "--text", "text.txt", "--context", "64", "--windows", "1", "--scheme", BASE]);
     let shown = world.prints(&["inspect", "model", "--context", "64", "--scheme", BASE]);
     for field in ["key_bits", "value_bits", "cache_bits", "bytes_per_token"] {
         assert_eq!(scheme(&shown, 0)[field], scheme(&evaluated, 1)[field]);
@@ -153,7 +160,16 @@ fn eval_has_all_documented_fields() {
     assert_eq!(evaluation["tokens"], 3 * 31);
     assert_eq!(names(&evaluation), ["dense", BASE, SIDE]);
     for (i, row) in evaluation["schemes"].as_array().unwrap().iter().enumerate() {
-        for field in ["ppl", "nll", "key_bits", "value_bits", "cache_bits", "bytes_per_token", "nll_minus_dense", "nll_minus_dense_se"] {
+        for field in [
+            "ppl",
+            "nll",
+            "key_bits",
+            "value_bits",
+            "cache_bits",
+            "bytes_per_token",
+            "nll_minus_dense",
+            "nll_minus_dense_se",
+        ] {
             assert!(row[field].is_f64(), "{field} of scheme {i}: {}", row[field]);
         }
         for field in ["fisher", "kl", "key_mse", "output_error", "excess_removed"] {
@@ -168,7 +184,18 @@ fn eval_has_all_documented_fields() {
     let first = scheme(&evaluation, 1)["excess_removed"].as_f64().unwrap();
     assert!(first == 0.0 && first.is_sign_positive());
     // The published baseline: 2-bit codes and two 16-bit numbers for 32 tokens.
-    let kivi = world.prints(&["eval", "model", "--text", "text.txt", "--context", "96", "--windows", "1", "--scheme", "kivi-2"]);
+    let kivi = world.prints(&[
+        "eval",
+        "model",
+        "--text",
+        "text.txt",
+        "--context",
+        "96",
+        "--windows",
+        "1",
+        "--scheme",
+        "kivi-2",
+    ]);
     assert_eq!(scheme(&kivi, 1)["key_bits"], 3.0);
     assert_eq!(scheme(&kivi, 1)["scheme"], "kivi-2");
 }
@@ -210,7 +237,20 @@ fn schemes_do_not_disturb_each_other() {
 fn the_same_seed_gives_the_same_bytes_whatever_the_threads() {
     let world = World::new(GQA).calibrated();
     let random = "kivi-2(g=8,r=4)+random(rank=4,bits=4)/token-2(c=8)";
-    let eval = ["eval", "model", "--text", "text.txt", "--context", "64", "--windows", "5", "--scheme", random, "--scheme", SIDE];
+    let eval = [
+        "eval",
+        "model",
+        "--text",
+        "text.txt",
+        "--context",
+        "64",
+        "--windows",
+        "5",
+        "--scheme",
+        random,
+        "--scheme",
+        SIDE,
+    ];
     let run = |more: &[&str]| world.succeeds(&[&eval[..], &["--stats", "stats.safetensors", "--json"], more].concat());
     let one = run(&["--seed", "7", "--threads", "1"]);
     assert_eq!(one, run(&["--seed", "7", "--threads", "1"]));
@@ -287,7 +327,18 @@ fn a_basis_file_is_what_the_statistics_give() {
         ("score-optimal", "kv-head"),
         ("score-optimal", "query-head"),
     ] {
-        let basis = ["basis", "stats.safetensors", "--family", family, "--rank", "3", "--scope", scope, "--out", "basis.safetensors"];
+        let basis = [
+            "basis",
+            "stats.safetensors",
+            "--family",
+            family,
+            "--rank",
+            "3",
+            "--scope",
+            scope,
+            "--out",
+            "basis.safetensors",
+        ];
         let printed = world.prints(&[&basis[..], &["--seed", "5"]].concat());
         assert_eq!(printed["header"]["basis"], json!({"family": family, "rank": 3, "scope": scope, "seed": 5}));
         let scheme = format!("kivi-2(g=8,r=4)+{family}(rank=3,bits=4,scope={scope})");
@@ -302,10 +353,13 @@ fn every_architecture_calibrates_and_evaluates() {
         let world = World::new(model).calibrated();
         let evaluation = world.eval(&["--scheme", BASE, "--scheme", SIDE, "--stats", "stats.safetensors", "--add-bos"]);
         let (base, side) = (scheme(&evaluation, 1), scheme(&evaluation, 2));
-        assert!(scheme(&evaluation, 0)["ppl"].as_f64().unwrap() < 2000.0, "{model}");
+        assert!(scheme(&evaluation, 0)["ppl"].as_f64().unwrap() > 1.0, "{model}");
         assert!(side["kl"].as_f64().unwrap() < base["kl"].as_f64().unwrap(), "{model}: {side} and {base}");
         assert_eq!(side["key_mse"], base["key_mse"], "{model}");
-        assert!(side["output_error"].as_f64().unwrap() > 0.0 && base["output_error"].as_f64().unwrap() > 0.0, "{model}");
+        assert!(
+            side["output_error"].as_f64().unwrap() > 0.0 && base["output_error"].as_f64().unwrap() > 0.0,
+            "{model}"
+        );
         assert_eq!(evaluation["fingerprint"]["architecture"], world.prints(&["inspect", "model"])["architecture"]);
     }
 }
@@ -358,7 +412,18 @@ fn bases_are_as_documented() {
     for (family, scope, heads, tensors) in
         [("query-pca", "kv-head", 2, 1), ("score-optimal", "query-head", 8, 2), ("random", "query-head", 8, 1)]
     {
-        world.succeeds(&["basis", "stats.safetensors", "--family", family, "--rank", "4", "--scope", scope, "--out", "b.safetensors"]);
+        world.succeeds(&[
+            "basis",
+            "stats.safetensors",
+            "--family",
+            family,
+            "--rank",
+            "4",
+            "--scope",
+            scope,
+            "--out",
+            "b.safetensors",
+        ]);
         let (found, header) = world.artifact("b.safetensors");
         let header: Value = serde_json::from_str(&header).unwrap();
         assert_eq!((&header["kind"], &header["base"]), (&json!("basis"), &json!("kivi-2(g=8,r=32)")));
@@ -418,8 +483,16 @@ fn run_does_all_of_it() {
     let args = ["--text", "other.txt", "--scheme", BASE, "--scheme", names(&printed)[2], "--scheme", SIDE];
     let stats = ["--stats", "runs/tiny/stats-kivi-2_g8_r4.safetensors"];
     assert_eq!(world.eval(&[&args[..], &stats].concat())["schemes"], printed["schemes"]);
-    let bases: Vec<String> = world.list("runs/tiny").into_iter().filter(|n| n.starts_with("basis")).map(|n| format!("runs/tiny/{n}")).collect();
-    assert_eq!(world.eval(&[&args[..], &["--basis", &bases[0], "--basis", &bases[1]]].concat())["schemes"], printed["schemes"]);
+    let bases: Vec<String> = world
+        .list("runs/tiny")
+        .into_iter()
+        .filter(|n| n.starts_with("basis"))
+        .map(|n| format!("runs/tiny/{n}"))
+        .collect();
+    assert_eq!(
+        world.eval(&[&args[..], &["--basis", &bases[0], "--basis", &bases[1]]].concat())["schemes"],
+        printed["schemes"]
+    );
 }
 
 #[test]
@@ -429,8 +502,10 @@ fn run_again_reuses_what_is_there() {
     let first = world.succeeds(&["run", "run.toml", "--json", "--out", "made"]);
     let report = world.read("made/report.json");
     let modified = |name: &str| std::fs::metadata(world.path(name)).unwrap().modified().unwrap();
-    let kept: Vec<String> = world.list("made").into_iter().filter(|n| n.ends_with(".safetensors")).map(|n| format!("made/{n}")).collect();
-    let kept: Vec<String> = kept.into_iter().chain(world.list("made/parts").into_iter().map(|n| format!("made/parts/{n}"))).collect();
+    let kept: Vec<String> =
+        world.list("made").into_iter().filter(|n| n.ends_with(".safetensors")).map(|n| format!("made/{n}")).collect();
+    let kept: Vec<String> =
+        kept.into_iter().chain(world.list("made/parts").into_iter().map(|n| format!("made/parts/{n}"))).collect();
     assert_eq!(kept.len(), 3 + 4);
     let before: Vec<_> = kept.iter().map(|n| modified(n)).collect();
     assert_eq!(first, world.succeeds(&["run", "run.toml", "--json", "--out", "made", "--threads", "1"]));
@@ -443,8 +518,16 @@ fn run_again_reuses_what_is_there() {
         assert_eq!(report, world.read("made/report.json"), "without {lost}");
         assert!(world.path(lost).exists());
     }
-    world.write("made/parts/dense.json", "{\"nll\": [1.0");
-    assert_eq!(first, world.succeeds(&["run", "run.toml", "--json", "--out", "made"]), "with a broken part");
+    for (name, broken) in [
+        ("dense", "{\"nll\": [1.0"),
+        ("dense", "{\"nll\": [1.0], \"diagnostics\": []}"),
+        ("scheme-0", "null"),
+        ("scheme-1", "[1.0]"),
+        ("scheme-2", ""),
+    ] {
+        world.write(&format!("made/parts/{name}.json"), broken);
+        assert_eq!(first, world.succeeds(&["run", "run.toml", "--json", "--out", "made"]), "{name}: {broken}");
+    }
 }
 
 #[test]
@@ -484,9 +567,11 @@ fn paths_of_a_configuration_are_relative_to_it() {
     std::fs::create_dir(world.path("configs")).unwrap();
     let text = config(2).replace("\"model\"", "\"../${HEADQ_TEST_MODEL}\"").replace("other.txt", "../other.txt");
     world.write("configs/run.toml", text.replace("\"text.txt", "\"../text.txt"));
-    let output = world.command(&["run", "configs/run.toml", "--json"]).env("HEADQ_TEST_MODEL", "model").output().unwrap();
-    let report: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{}", String::from_utf8_lossy(&output.stderr)));
-    assert_eq!(report["model"], "configs/../model");
+    let output =
+        world.command(&["run", "configs/run.toml", "--json"]).env("HEADQ_TEST_MODEL", "model").output().unwrap();
+    let report: Value = serde_json::from_slice(&output.stdout)
+        .unwrap_or_else(|_| panic!("{}", String::from_utf8_lossy(&output.stderr)));
+    assert_eq!(report["model"], "model");
     assert!(world.path("runs/tiny/report.json").exists());
 }
 
@@ -497,7 +582,12 @@ fn readers_that_leave_early_and_full_disks_are_no_panics() {
     let world = World::new(GQA);
     for json in [&[][..], &["--json"]] {
         // The reading end is closed before anything is written.
-        let mut child = world.command(&[&["inspect", "model"], json].concat()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut child = world
+            .command(&[&["inspect", "model"], json].concat())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
         drop(child.stdout.take());
         let output = child.wait_with_output().unwrap();
         assert_eq!(String::from_utf8(output.stderr).unwrap(), "");
@@ -529,7 +619,10 @@ fn paths_need_not_be_unicode() {
     for (before, after) in [
         (&["inspect"][..], &[][..]),
         (&["eval", "--text"], &["--context", "32", "--windows", "2", "--scheme", BASE]),
-        (&["calibrate", "--text"], &["--context", "32", "--windows", "2", "--base", "kivi-2(g=8)", "--out", "s.safetensors"]),
+        (
+            &["calibrate", "--text"],
+            &["--context", "32", "--windows", "2", "--base", "kivi-2(g=8)", "--out", "s.safetensors"],
+        ),
     ] {
         let mut command = world.command(before);
         if before.len() == 2 {

@@ -282,8 +282,11 @@ impl Request<'_> {
         let dense_seconds =
             self.timings.then(|| timed(|| self.dense_pass(&[], observer))).transpose()?.map(|(_, seconds)| seconds);
         let mut results = Vec::new();
+        let scored: usize = self.windows().iter().map(|w| w.len() - 1).sum();
+        let fits = |nll: &Vec<f64>| nll.len() == scored;
+        let fits_dense = |d: &DensePart| fits(&d.nll) && d.diagnostics.len() == measured.len();
         let (dense, with_diagnostics): (DensePart, f64) =
-            timed(|| part(store, "dense", || self.dense_pass(measured, observer)))?;
+            timed(|| part(store, "dense", fits_dense, || self.dense_pass(measured, observer)))?;
         if !self.schemes.iter().any(|s| s.scheme.is_dense()) {
             let planned = PlannedScheme { asked: "dense".into(), scheme: Scheme::DENSE, basis: None };
             results.push(self.result(&planned, &dense.nll, &dense.nll, None, None));
@@ -291,7 +294,7 @@ impl Request<'_> {
         for (i, planned) in self.schemes.iter().enumerate() {
             let (nll, seconds): (Vec<f64>, f64) = match planned.scheme.is_dense() {
                 true => (dense.nll.clone(), 0.0),
-                false => timed(|| part(store, &format!("scheme-{i}"), || self.scheme_pass(planned, observer)))?,
+                false => timed(|| part(store, &format!("scheme-{i}"), fits, || self.scheme_pass(planned, observer)))?,
             };
             let diagnostics = dense_seconds.map(|d| (with_diagnostics - d).max(0.0) / self.schemes.len() as f64);
             let seconds = diagnostics.map(|d| seconds + d).filter(|_| !planned.scheme.is_dense());
@@ -453,19 +456,22 @@ fn timed<T>(work: impl FnOnce() -> Result<T, LabError>) -> Result<(T, f64), LabE
     Ok((work()?, start.elapsed().as_secs_f64()))
 }
 
-/// Takes a part from the store, or makes and keeps it.
+/// Takes a part from the store if it is there and fits, or makes and keeps it; the result is the same to the last bit.
 fn part<T: Serialize + for<'de> Deserialize<'de>>(
     store: &dyn PartStore,
     name: &str,
+    fits: impl Fn(&T) -> bool,
     make: impl FnOnce() -> Result<T, LabError>,
 ) -> Result<T, LabError> {
     if let Some(value) = store.get(name)?
         && let Ok(part) = serde_json::from_value(value)
+        && fits(&part)
     {
         return Ok(part);
     }
     let part = make()?;
     let value = serde_json::to_value(&part).map_err(|e| LabError::Usage(format!("part {name}: {e}")))?;
     store.put(name, &value)?;
-    Ok(part)
+    // Reading JSON may change a number's last bit: used as it would be read, a part is the same whenever it was made.
+    Ok(serde_json::from_str(&value.to_string()).unwrap_or(part))
 }

@@ -31,6 +31,10 @@ impl Context {
     pub fn new(global: Global) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
         let threads = global.threads.map_or(cores, |n| n.get());
+        if threads > cores {
+            tracing::warn!("--threads {threads}: using the {cores} cores that this machine has");
+        }
+        let threads = threads.min(cores);
         // Loading hashes and converts weights on this pool; passes over windows have pools of their own.
         if let Err(error) = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global() {
             tracing::warn!("using the default number of threads: {error}");

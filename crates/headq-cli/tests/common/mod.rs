@@ -123,7 +123,8 @@ impl World {
     }
 
     pub fn write_tensors(&self, name: &str, tensors: &BTreeMap<String, Stored>, header: Option<&str>) {
-        let views = tensors.iter().map(|(name, (d, shape, data))| (name, TensorView::new(*d, shape.clone(), data).unwrap()));
+        let views =
+            tensors.iter().map(|(name, (d, shape, data))| (name, TensorView::new(*d, shape.clone(), data).unwrap()));
         let metadata = header.map(|h| [("headq".to_string(), h.to_string())].into());
         self.write(name, safetensors::serialize(views, metadata).unwrap());
     }

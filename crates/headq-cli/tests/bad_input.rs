@@ -1,0 +1,812 @@
+//! Bad input of every kind: one line that says what is wrong, and nothing touched.
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod common;
+
+use common::{BASE, GQA, SIDE, World, config, tokenizer};
+use predicates::prelude::*;
+use serde_json::{Value, json};
+
+const EVAL: &[&str] = &["eval", "model", "--text", "text.txt", "--context", "32", "--windows", "2"];
+const CALIBRATE: &[&str] =
+    &["calibrate", "model", "--text", "text.txt", "--context", "32", "--windows", "2", "--base", "kivi-2(g=8)"];
+
+/// Fails with one line on standard error that has all of `needles`, and leaves every file as it was.
+#[track_caller]
+fn fails(world: &World, args: &[&str], needles: &[&str]) {
+    let before = world.snapshot();
+    let output = world.run(&[args, &["--quiet"]].concat());
+    let error = String::from_utf8(output.stderr).unwrap();
+    let status = output.status.code();
+    assert!(status == Some(1) || status == Some(2), "status {status:?} of {args:?}: {error}");
+    assert!(error.starts_with("error: ") && error.ends_with('\n') && error.lines().count() == 1, "{args:?}: {error}");
+    assert!(!error.contains("panicked") && !error.contains(".headq-"), "{args:?}: {error}");
+    assert!(output.stdout.is_empty(), "{args:?} prints {}", String::from_utf8_lossy(&output.stdout));
+    for needle in needles {
+        assert!(error.contains(needle), "{needle:?} is not in: {error}");
+    }
+    assert!(before == world.snapshot(), "{args:?} changed files: {error}");
+}
+
+/// clap's own errors, with its hint.
+#[track_caller]
+fn misused(world: &World, args: &[&str], needles: &[&str]) {
+    let output = world.run(args);
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.code() == Some(2) && output.stdout.is_empty() && error.starts_with("error: "), "{error}");
+    for needle in needles {
+        assert!(predicate::str::contains(*needle).eval(&error), "{needle:?} is not in: {error}");
+    }
+}
+
+/// All commands that load a model fail in the same way, an existing output is kept, and so is a run's configuration.
+#[track_caller]
+fn model_fails(world: &World, needles: &[&str]) {
+    fails(world, &["inspect", "model"], needles);
+    loading_fails(world, needles);
+}
+
+#[track_caller]
+fn loading_fails(world: &World, needles: &[&str]) {
+    world.write("out", "mine");
+    world.write("run.toml", config(2));
+    fails(world, &[EVAL, &["--scheme", BASE, "--out", "out", "--json"]].concat(), needles);
+    fails(world, &[CALIBRATE, &["--out", "out"]].concat(), needles);
+    fails(world, &["run", "run.toml"], needles);
+}
+
+/// `eval` and `calibrate` fail with more arguments.
+#[track_caller]
+fn text_fails(args: &[&str], content: Option<&[u8]>, needles: &[&str]) {
+    let world = World::new(GQA);
+    if let Some(content) = content {
+        world.write("text.txt", content);
+    }
+    world.write("out", "mine");
+    for command in [&["eval", "--scheme", BASE][..], &["calibrate"]] {
+        let mut line: Vec<&str> = command.to_vec();
+        line.extend(["model", "--out", "out"]);
+        for (flag, value) in [("--text", "text.txt"), ("--context", "32"), ("--windows", "2")] {
+            if !args.contains(&flag) {
+                line.extend([flag, value]);
+            }
+        }
+        line.extend(args);
+        fails(&world, &line, needles);
+    }
+}
+
+#[track_caller]
+fn scheme_fails(scheme: &str, needles: &[&str]) {
+    let world = World::new(GQA).calibrated();
+    fails(&world, &[EVAL, &["--scheme", scheme, "--stats", "stats.safetensors"]].concat(), needles);
+    fails(&world, &["inspect", "model", "--scheme", scheme], needles);
+}
+
+#[track_caller]
+fn config_fails(text: &str, needles: &[&str]) {
+    let world = World::new(GQA);
+    world.write("run.toml", text);
+    fails(&world, &["run", "run.toml"], needles);
+    fails(&world, &["run", "run.toml", "--out", "made"], needles);
+}
+
+// Models.
+
+#[test]
+fn no_such_model() {
+    let world = World::new(GQA);
+    std::fs::remove_dir_all(world.path("model")).unwrap();
+    model_fails(&world, &["model: no such file or folder"]);
+}
+
+#[test]
+fn model_without_config() {
+    let world = World::new(GQA);
+    std::fs::remove_file(world.path("model/config.json")).unwrap();
+    model_fails(&world, &["model: no config.json in this folder, and no .gguf file"]);
+}
+
+#[test]
+fn config_without_model_type() {
+    let world = World::new(GQA);
+    world.config(|c| drop(c.remove("model_type")));
+    model_fails(&world, &["config.json", "`model_type`"]);
+}
+
+#[test]
+fn unknown_model_type() {
+    let world = World::new(GQA);
+    world.config(|c| drop(c.insert("model_type".into(), "mamba".into())));
+    model_fails(&world, &["config.json", "mamba", "gpt2, gpt_neox, llama, mistral, qwen2"]);
+}
+
+#[test]
+fn config_with_line_breaks_in_a_value() {
+    let world = World::new(GQA);
+    world.config(|c| drop(c.insert("model_type".into(), "mam\nba\r\n".into())));
+    model_fails(&world, &["mam"]);
+}
+
+#[test]
+fn heads_that_do_not_divide() {
+    let world = World::new(GQA);
+    world.config(|c| drop(c.insert("num_key_value_heads".into(), 3.into())));
+    model_fails(&world, &["`num_key_value_heads`", "divisor of the 8 query heads", "3"]);
+}
+
+#[test]
+fn missing_tensor() {
+    let world = World::new(GQA);
+    world.surgery(|t| drop(t.remove("model.layers.1.self_attn.q_proj.weight")));
+    model_fails(&world, &["`model.layers.1.self_attn.q_proj.weight`", "is missing"]);
+}
+
+#[test]
+fn tensor_of_the_wrong_shape() {
+    let world = World::new(GQA);
+    world.surgery(|t| t.get_mut("model.embed_tokens.weight").unwrap().1 = vec![1024, 64]);
+    model_fails(&world, &["`model.embed_tokens.weight`", "[512, 128]", "[1024, 64]"]);
+}
+
+#[test]
+fn missing_shard() {
+    let world = World::new(GQA);
+    let (tensors, _) = world.artifact("model/model.safetensors");
+    let map: serde_json::Map<String, Value> =
+        tensors.keys().map(|n| (n.clone(), json!("model-00001-of-00001.safetensors"))).collect();
+    world.write("model/model.safetensors.index.json", json!({"metadata": {}, "weight_map": map}).to_string());
+    std::fs::remove_file(world.path("model/model.safetensors")).unwrap();
+    model_fails(&world, &["model-00001-of-00001.safetensors", "is missing"]);
+}
+
+#[test]
+fn truncated_weights() {
+    let world = World::new(GQA);
+    let bytes = world.read("model/model.safetensors");
+    for length in [0, 7, 100, bytes.len() / 2, bytes.len() - 1] {
+        world.write("model/model.safetensors", &bytes[..length]);
+        model_fails(&world, &["model.safetensors", "damaged or incomplete"]);
+    }
+}
+
+#[test]
+fn weights_of_another_format() {
+    let world = World::new(GQA);
+    std::fs::rename(world.path("model/model.safetensors"), world.path("model/pytorch_model.bin")).unwrap();
+    model_fails(&world, &["no model.safetensors", "pytorch_model.bin", "save_pretrained"]);
+}
+
+#[test]
+fn weights_that_are_not_numbers() {
+    let world = World::new(GQA).calibrated();
+    world.surgery(|t| {
+        t.get_mut("model.layers.0.self_attn.k_proj.weight").unwrap().2[..4].copy_from_slice(&f32::NAN.to_le_bytes())
+    });
+    world.write("out", "mine");
+    fails(
+        &world,
+        &[EVAL, &["--scheme", BASE, "--json", "--out", "out"]].concat(),
+        &["dense", "window 0", "not finite"],
+    );
+    fails(&world, &[CALIBRATE, &["--out", "out"]].concat(), &["window 0", "not finite"]);
+    for weight in ["model.embed_tokens.weight", "lm_head.weight", "model.layers.2.mlp.down_proj.weight"] {
+        let world = World::new(GQA);
+        world.surgery(|t| {
+            let values = &mut t.get_mut(weight).unwrap().2;
+            values.chunks_exact_mut(4).for_each(|v| v.copy_from_slice(&f32::INFINITY.to_le_bytes()));
+        });
+        fails(&world, &[EVAL, &["--scheme", BASE, "--no-diagnostics"]].concat(), &["dense", "window 0", "not finite"]);
+    }
+}
+
+#[test]
+fn run_on_weights_that_are_not_numbers_leaves_no_report() {
+    let world = World::new(GQA);
+    world.surgery(|t| t.get_mut("model.norm.weight").unwrap().2[..4].copy_from_slice(&f32::NAN.to_le_bytes()));
+    world.write("run.toml", config(2));
+    let output = world.run(&["run", "run.toml", "--out", "made", "-q"]);
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.code() == Some(1) && error.contains("not finite") && error.lines().count() == 1, "{error}");
+    assert!(world.list("made").iter().all(|n| !n.starts_with("report") && !n.ends_with(".tmp")));
+    assert!(world.list("made/parts").is_empty());
+}
+
+#[test]
+fn missing_tokenizer() {
+    let world = World::new(GQA);
+    std::fs::remove_file(world.path("model/tokenizer.json")).unwrap();
+    world.succeeds(&["inspect", "model"]);
+    loading_fails(&world, &["tokenizer.json", "no such file"]);
+}
+
+#[test]
+fn broken_tokenizer() {
+    let world = World::new(GQA);
+    for content in ["", "{}", "[1, 2", "{\"model\":\n{\"type\": \"no such\"}}"] {
+        world.write("model/tokenizer.json", content);
+        loading_fails(&world, &["tokenizer.json", "not a tokenizer"]);
+    }
+}
+
+#[test]
+fn tokenizer_with_more_words_than_the_embedding() {
+    let world = World::new(GQA);
+    world.write("model/tokenizer.json", tokenizer(513).to_string());
+    loading_fails(&world, &["tokenizer.json", "ids up to 512", "512 rows"]);
+}
+
+#[test]
+fn context_beyond_learned_positions() {
+    let world = World::new("gpt2");
+    let long = ["--text", "text.txt", "--context", "257", "--windows", "1"];
+    let needles = ["257 positions", "256"];
+    fails(&world, &[&["eval", "model", "--scheme", BASE], &long[..]].concat(), &needles);
+    fails(&world, &[&["calibrate", "model", "--out", "s"], &long[..]].concat(), &needles);
+    world.write("run.toml", config(2).replace("context = 32", "context = 257"));
+    fails(&world, &["run", "run.toml"], &needles);
+    let fits = ["--text", "text.txt", "--context", "256", "--windows", "1"];
+    world.succeeds(&[&["eval", "model", "--scheme", BASE], &fits[..]].concat());
+}
+
+// Texts.
+
+#[test]
+fn empty_text() {
+    text_fails(&[], Some(b""), &["text.txt", "empty"]);
+}
+
+#[test]
+fn text_of_white_space() {
+    text_fails(&[], Some(" \n\t\r\n\u{3000}\n".as_bytes()), &["text.txt", "empty"]);
+}
+
+#[test]
+fn no_characters_of_a_text() {
+    text_fails(&["--max-chars", "0"], None, &["text.txt", "empty"]);
+}
+
+#[test]
+fn text_that_is_not_utf8() {
+    text_fails(&[], Some(b"w1 w2 \xff\xfe w3"), &["text.txt", "not UTF-8", "byte 6"]);
+}
+
+#[test]
+fn text_in_utf16() {
+    let bytes: Vec<u8> = "w1 w2 w3".encode_utf16().flat_map(u16::to_le_bytes).collect();
+    text_fails(&[], Some(&[&[0xff, 0xfe], &bytes[..]].concat()), &["text.txt", "not UTF-8", "byte 0"]);
+}
+
+#[test]
+fn missing_text() {
+    text_fails(&["--text", "nowhere.txt"], None, &["nowhere.txt", "No such file"]);
+}
+
+#[test]
+fn second_text_missing() {
+    text_fails(&["--text", "text.txt", "--text", "nowhere.txt"], None, &["nowhere.txt", "No such file"]);
+}
+
+#[test]
+fn folder_as_text() {
+    text_fails(&["--text", "model"], None, &["model", "directory"]);
+}
+
+#[test]
+fn text_shorter_than_a_window() {
+    text_fails(&[], Some(b"w1 w2 w3"), &["text.txt", "3 tokens make 0 windows of 32", "2 were asked for"]);
+}
+
+#[test]
+fn fewer_windows_than_asked() {
+    text_fails(&["--windows", "76"], None, &["2400 tokens make 75 windows of 32", "76 were asked for"]);
+    text_fails(&["--max-chars", "200"], None, &["in its first 200 characters", "2 were asked for"]);
+}
+
+#[test]
+fn sizes_beyond_all_measure() {
+    let largest = usize::MAX.to_string();
+    text_fails(&["--windows", &largest], None, &["75 windows"]);
+    text_fails(&["--context", &largest], None, &["0 windows"]);
+    let world = World::new(GQA);
+    fails(&world, &["inspect", "model", "--context", &largest], &["context", "expected 1 to"]);
+    misused(&world, &["inspect", "model", "--context", "1e3"], &["--context", "invalid"]);
+    misused(&world, &["inspect", "model", "--context", "-1"], &["'-1'"]);
+}
+
+#[test]
+fn contexts_without_a_prediction() {
+    text_fails(&["--context", "0"], None, &["context 0", "at least 2"]);
+    text_fails(&["--context", "1"], None, &["context 1", "at least 2"]);
+}
+
+#[test]
+fn no_windows() {
+    text_fails(&["--windows", "0"], None, &["windows 0"]);
+}
+
+#[test]
+fn bos_where_there_is_none() {
+    let world = World::new(GQA);
+    world.config(|c| drop(c.insert("bos_token_id".into(), Value::Null)));
+    fails(&world, &[EVAL, &["--scheme", BASE, "--add-bos"]].concat(), &["no beginning-of-sequence token", "--add-bos"]);
+}
+
+#[test]
+fn windows_without_a_whole_group() {
+    let world = World::new(GQA);
+    let args =
+        ["calibrate", "model", "--text", "text.txt", "--context", "16", "--windows", "2", "--out", "s", "--base"];
+    fails(&world, &[&args[..], &["kivi-2(g=17)"]].concat(), &["windows of 16", "at least 17"]);
+    fails(&world, &[&args[..], &["kivi-2(g=8,sinks=9)"]].concat(), &["windows of 16", "at least 17"]);
+    fails(&world, &[&args[..], &["token-2(g=8,c=3)"]].concat(), &["c=3 does not divide the head width 16"]);
+    fails(&world, &[&args[..], &["kivi-2(g=8)+query-pca(rank=2,bits=4)"]].concat(), &["kivi-2(g=8)+query-pca"]);
+    fails(&world, &[&args[..], &["dense"]].concat(), &["'dense'"]);
+    world.write("run.toml", config(2).replacen("context = 32", "context = 7", 1));
+    fails(&world, &["run", "run.toml"], &["windows of 7", "at least 8"]);
+}
+
+// Schemes.
+
+#[test]
+fn too_many_bits() {
+    scheme_fails("kivi-9", &["'kivi-9'", "from 1 to 8", "'9'"]);
+}
+
+#[test]
+fn no_tokens_in_a_group() {
+    scheme_fails("kivi-2(g=0)", &["'kivi-2(g=0)'", "g: expected a whole number from 1"]);
+}
+
+#[test]
+fn unknown_quantizer() {
+    scheme_fails("kiwi-2", &["'kiwi'", "known are kivi, token"]);
+    scheme_fails("kivi-2/kivi-2", &["'kivi'", "known are dense, token"]);
+}
+
+#[test]
+fn unknown_option() {
+    scheme_fails("kivi-2(group=8)", &["option 'group'", "known are g, r, sinks, range, meta"]);
+    scheme_fails("kivi-2+query-pca(rank=2,bits=4,size=1)", &["option 'size'", "known are rank, bits"]);
+}
+
+#[test]
+fn unknown_family() {
+    scheme_fails("kivi-2+pca(rank=2,bits=4)", &["'pca'", "known are query-pca, query-pca-centered"]);
+    let world = World::new(GQA).calibrated();
+    let basis = ["basis", "stats.safetensors", "--out", "b", "--rank", "2", "--family"];
+    fails(&world, &[&basis[..], &["pca"]].concat(), &["--family", "'pca'", "known are query-pca"]);
+    fails(
+        &world,
+        &[&basis[..], &["random", "--scope", "head"]].concat(),
+        &["--scope", "'head'", "known are kv-head, query-head"],
+    );
+}
+
+#[test]
+fn scheme_in_pieces() {
+    for scheme in
+        ["", " ", "/", "+", "kivi-2+", "kivi-2/", "kivi-2(", "dense+query-pca(rank=2,bits=4)", "kivi-2\n(x)", "kivi-２"]
+    {
+        scheme_fails(scheme, &["scheme"]);
+    }
+}
+
+#[test]
+fn rank_above_the_head_width() {
+    let scheme = "kivi-2(g=8,r=4)+query-pca(rank=17,bits=4)";
+    scheme_fails(scheme, &["rank=17 exceeds the head width 16"]);
+    let world = World::new(GQA).calibrated();
+    for rank in ["17", "0", "18446744073709551615"] {
+        let args = ["basis", "stats.safetensors", "--out", "b", "--family", "query-pca", "--rank", rank];
+        fails(&world, &args, &[rank, "head width 16"]);
+    }
+    world.write("run.toml", config(2).replace("rank=2", "rank=17"));
+    fails(&world, &["run", "run.toml"], &["rank=17 exceeds the head width 16"]);
+}
+
+#[test]
+fn channel_groups_that_do_not_divide() {
+    scheme_fails("token-2(c=5)", &["c=5 does not divide the head width 16"]);
+    scheme_fails("dense/token-2(c=32)", &["c=32 does not divide the head width 16"]);
+}
+
+#[test]
+fn side_code_without_a_basis() {
+    let world = World::new(GQA);
+    fails(&world, &[EVAL, &["--scheme", SIDE]].concat(), &["needs a basis", "--stats", "--basis"]);
+    let text = config(2);
+    let start = text.find("[calibrate]").unwrap();
+    let end = text.find("[eval]").unwrap();
+    world.write("run.toml", text[..start].to_string() + &text[end..]);
+    fails(&world, &["run", "run.toml"], &["need a basis", "[calibrate]"]);
+}
+
+#[test]
+fn learned_basis_from_statistics() {
+    let scheme = "kivi-2(g=8,r=4)+learned(rank=2,bits=4)";
+    let world = World::new(GQA).calibrated();
+    fails(&world, &[EVAL, &["--scheme", scheme, "--stats", "stats.safetensors"]].concat(), &["learned", "trained"]);
+    let basis = ["basis", "stats.safetensors", "--out", "b", "--rank", "2", "--family", "learned"];
+    fails(&world, &basis, &["learned", "trained"]);
+    world.write("run.toml", config(2).replace("query-pca", "learned"));
+    fails(&world, &["run", "run.toml"], &["learned", "trained"]);
+}
+
+// Artifacts.
+
+/// `eval` with a broken `stats.safetensors`, and `basis` of it.
+#[track_caller]
+fn stats_fail(world: &World, needles: &[&str]) {
+    world.write("b", "mine");
+    fails(world, &[EVAL, &["--scheme", SIDE, "--stats", "stats.safetensors"]].concat(), needles);
+    fails(world, &["basis", "stats.safetensors", "--family", "query-pca", "--rank", "2", "--out", "b"], needles);
+}
+
+#[test]
+fn artifacts_of_another_model() {
+    let world = World::new(GQA).calibrated();
+    world.succeeds(&[
+        "basis",
+        "stats.safetensors",
+        "--family",
+        "score-optimal",
+        "--rank",
+        "4",
+        "--out",
+        "basis.safetensors",
+    ]);
+    let identity = world.succeeds(&["inspect", "model", "--fingerprint"]);
+    let short = |text: &str| text.lines().find_map(|l| l.strip_prefix("fingerprint")).unwrap().trim().to_string();
+    // The same shapes, another weight.
+    world.surgery(|t| t.get_mut("model.norm.weight").unwrap().2[0] ^= 1);
+    let other = world.succeeds(&["inspect", "model", "--fingerprint"]);
+    let needles = ["another model", &short(&identity), &short(&other)];
+    assert_ne!(needles[1], needles[2]);
+    fails(&world, &[EVAL, &["--scheme", SIDE, "--stats", "stats.safetensors"]].concat(), &needles);
+    fails(&world, &[EVAL, &["--scheme", SIDE, "--basis", "basis.safetensors"]].concat(), &needles);
+    // Even where no scheme has a use for it.
+    fails(&world, &[EVAL, &["--scheme", BASE, "--basis", "basis.safetensors"]].concat(), &needles);
+    world.write("run.toml", config(2).replace("[eval]", "[eval]\nbasis = [\"basis.safetensors\"]"));
+    fails(&world, &["run", "run.toml"], &needles);
+}
+
+#[test]
+fn artifact_of_the_wrong_kind() {
+    let world = World::new(GQA).calibrated();
+    world.succeeds(&[
+        "basis",
+        "stats.safetensors",
+        "--family",
+        "query-pca",
+        "--rank",
+        "2",
+        "--out",
+        "basis.safetensors",
+    ]);
+    let eval = |flag, file| [EVAL, &["--scheme", SIDE, flag, file]].concat();
+    fails(
+        &world,
+        &eval("--stats", "basis.safetensors"),
+        &["basis.safetensors", "expected statistics, found \"basis\""],
+    );
+    fails(
+        &world,
+        &eval("--basis", "stats.safetensors"),
+        &["stats.safetensors", "expected basis, found \"statistics\""],
+    );
+    let basis = ["basis", "basis.safetensors", "--family", "query-pca", "--rank", "2", "--out", "b"];
+    fails(&world, &basis, &["expected statistics"]);
+}
+
+#[test]
+fn missing_artifact() {
+    let world = World::new(GQA);
+    fails(&world, &[EVAL, &["--scheme", SIDE, "--stats", "nowhere"]].concat(), &["nowhere", "No such file"]);
+    fails(&world, &[EVAL, &["--scheme", SIDE, "--basis", "model"]].concat(), &["model", "directory"]);
+    fails(
+        &world,
+        &["basis", "nowhere", "--family", "random", "--rank", "2", "--out", "b"],
+        &["nowhere", "No such file"],
+    );
+    world.write("run.toml", config(2).replace("[eval]", "[eval]\nbasis = [\"nowhere\"]"));
+    fails(&world, &["run", "run.toml"], &["nowhere", "No such file"]);
+}
+
+#[test]
+fn truncated_artifact() {
+    let world = World::new(GQA).calibrated();
+    let bytes = world.read("stats.safetensors");
+    for length in [0, 7, 8, 500, bytes.len() / 2, bytes.len() - 1] {
+        world.write("stats.safetensors", &bytes[..length]);
+        stats_fail(&world, &["stats.safetensors", "not a whole safetensors file"]);
+    }
+}
+
+#[test]
+fn artifact_of_noise() {
+    let world = World::new(GQA);
+    for seed in 0..4u8 {
+        let noise: Vec<u8> = (0..4000u32).map(|i| (i.wrapping_mul(2654435761) >> 13) as u8 ^ seed).collect();
+        world.write("stats.safetensors", noise);
+        stats_fail(&world, &["stats.safetensors", "not a whole safetensors file"]);
+    }
+}
+
+#[test]
+fn safetensors_that_are_no_artifact() {
+    let world = World::new(GQA);
+    std::fs::copy(world.path("model/model.safetensors"), world.path("stats.safetensors")).unwrap();
+    stats_fail(&world, &["stats.safetensors", "without a 'headq' header"]);
+}
+
+#[test]
+fn artifact_headers_that_make_no_sense() {
+    let world = World::new(GQA).calibrated();
+    let (tensors, header) = world.artifact("stats.safetensors");
+    let json: Value = serde_json::from_str(&header).unwrap();
+    let edited = |edit: &dyn Fn(&mut Value)| {
+        let mut json = json.clone();
+        edit(&mut json);
+        json.to_string()
+    };
+    for (header, needle) in [
+        ("{".to_string(), "not JSON"),
+        ("[]".to_string(), "schema"),
+        (edited(&|h| h["schema"] = json!(2)), "schema 2"),
+        (edited(&|h| h["kind"] = json!("weights")), "expected statistics"),
+        (edited(&|h| drop(h.as_object_mut().unwrap().remove("model"))), "model"),
+        (edited(&|h| h["model"]["kv_heads"] = json!(0)), "impossible"),
+        (edited(&|h| h["model"]["kv_heads"] = json!(3)), "impossible"),
+        (edited(&|h| h["model"]["layers"] = json!(4)), "q.count"),
+        (edited(&|h| h["model"]["head_dim"] = json!(1u64 << 62)), "q.sum"),
+    ] {
+        world.write_tensors("stats.safetensors", &tensors, Some(&header));
+        stats_fail(&world, &["stats.safetensors", needle]);
+    }
+    world.write_tensors("stats.safetensors", &tensors, Some(&edited(&|h| h["base"] = json!("kiwi-2"))));
+    fails(&world, &[EVAL, &["--scheme", SIDE, "--stats", "stats.safetensors"]].concat(), &["kiwi"]);
+}
+
+#[test]
+fn artifact_with_nan() {
+    let world = World::new(GQA).calibrated();
+    world.succeeds(&[
+        "basis",
+        "stats.safetensors",
+        "--family",
+        "score-optimal",
+        "--rank",
+        "4",
+        "--out",
+        "basis.safetensors",
+    ]);
+    let (mut tensors, header) = world.artifact("stats.safetensors");
+    tensors.get_mut("e.outer").unwrap().2[80..88].copy_from_slice(&f64::NAN.to_le_bytes());
+    world.write_tensors("stats.safetensors", &tensors, Some(&header));
+    stats_fail(&world, &["stats.safetensors", "'e.outer' holds NaN or infinity"]);
+    let (mut tensors, header) = world.artifact("basis.safetensors");
+    tensors.get_mut("encoder").unwrap().2[..4].copy_from_slice(&f32::INFINITY.to_le_bytes());
+    world.write_tensors("basis.safetensors", &tensors, Some(&header));
+    fails(
+        &world,
+        &[EVAL, &["--scheme", SIDE, "--basis", "basis.safetensors"]].concat(),
+        &["'encoder' holds NaN or infinity"],
+    );
+}
+
+#[test]
+fn statistics_of_nothing() {
+    let world = World::new(GQA).calibrated();
+    let (mut tensors, header) = world.artifact("stats.safetensors");
+    tensors.iter_mut().for_each(|(_, t)| t.2.fill(0));
+    world.write_tensors("stats.safetensors", &tensors, Some(&header));
+    stats_fail(&world, &["the statistics hold no queries"]);
+    // Counted, but all zero.
+    for count in tensors.iter_mut().filter(|(name, _)| name.ends_with("count")) {
+        count.1.2.as_chunks_mut::<8>().0.iter_mut().for_each(|n| *n = 1u64.to_le_bytes());
+    }
+    world.write_tensors("stats.safetensors", &tensors, Some(&header));
+    fails(&world, &[EVAL, &["--scheme", SIDE, "--stats", "stats.safetensors"]].concat(), &["zero"]);
+}
+
+#[test]
+fn artifact_with_the_wrong_shape() {
+    let world = World::new(GQA).calibrated();
+    let (mut tensors, header) = world.artifact("stats.safetensors");
+    let whole = tensors.clone();
+    tensors.get_mut("v.sum").unwrap().1 = vec![3, 16, 2];
+    world.write_tensors("stats.safetensors", &tensors, Some(&header));
+    stats_fail(&world, &["'v.sum'", "[3, 2, 16]", "[3, 16, 2]"]);
+    let mut tensors = whole;
+    tensors.remove("k.outer");
+    world.write_tensors("stats.safetensors", &tensors, Some(&header));
+    stats_fail(&world, &["'k.outer' is missing"]);
+}
+
+#[test]
+fn basis_that_is_not_the_schemes() {
+    let world = World::new(GQA).calibrated();
+    let make = |family: &str, rank: &str, scope: &str, out: &str| {
+        world.succeeds(&[
+            "basis",
+            "stats.safetensors",
+            "--family",
+            family,
+            "--rank",
+            rank,
+            "--scope",
+            scope,
+            "--out",
+            out,
+        ]);
+    };
+    make("query-pca", "3", "kv-head", "rank3");
+    make("random", "2", "kv-head", "random2");
+    make("query-pca", "2", "query-head", "by-query");
+    make("residual-pca", "2", "kv-head", "residual2");
+    let scheme = "kivi-2(g=8,r=4)+query-pca(rank=2,bits=4)";
+    let eval = |scheme, file| [EVAL, &["--scheme", scheme, "--basis", file]].concat();
+    fails(&world, &eval(scheme, "rank3"), &["rank3", "rank 3", "need 2"]);
+    fails(&world, &eval(scheme, "random2"), &["random2", "family random", "need query-pca"]);
+    fails(&world, &eval(scheme, "by-query"), &["by-query", "scope query-head", "need kv-head"]);
+    let other = "kivi-3(g=8,r=4)+residual-pca(rank=2,bits=4)";
+    fails(&world, &eval(other, "residual2"), &["residual2", "kivi-2(g=8,r=32)", "kivi-3(g=8,r=4)"]);
+    // Of all that were given.
+    fails(&world, &[&eval(scheme, "rank3")[..], &["--basis", "random2"]].concat(), &["rank3", "random2"]);
+}
+
+#[test]
+fn residuals_of_another_base() {
+    let world = World::new(GQA).calibrated();
+    for base in [
+        "kivi-3(g=8,r=4)",
+        "kivi-2(g=16,r=4)",
+        "kivi-2(g=8,r=4,sinks=1)",
+        "kivi-2(g=8,r=4,range=0.9)",
+        "token-2(g=8,r=4)",
+    ] {
+        for family in ["score-optimal", "residual-pca"] {
+            let scheme = format!("{base}+{family}(rank=2,bits=4)");
+            let eval = [EVAL, &["--scheme", &scheme, "--stats", "stats.safetensors"]].concat();
+            fails(&world, &eval, &["kivi-2(g=8,r=32)", &format!("--base '{base}'")]);
+        }
+        let scheme = format!("{base}+query-pca(rank=2,bits=4)");
+        world.eval(&["--scheme", &scheme, "--stats", "stats.safetensors"]);
+    }
+}
+
+// Outputs and devices.
+
+#[test]
+fn outputs_that_cannot_be_written() {
+    let world = World::new(GQA).calibrated();
+    std::fs::create_dir(world.path("folder")).unwrap();
+    for (out, needle) in [("nowhere/out", "nowhere/out"), ("text.txt/out", "text.txt/out"), ("folder", "directory")] {
+        fails(&world, &[CALIBRATE, &["--out", out]].concat(), &[needle]);
+        fails(&world, &[EVAL, &["--scheme", BASE, "--out", out]].concat(), &[needle]);
+        fails(&world, &["basis", "stats.safetensors", "--family", "random", "--rank", "2", "--out", out], &[needle]);
+    }
+    world.write("run.toml", config(2));
+    fails(&world, &["run", "run.toml", "--out", "text.txt"], &["text.txt"]);
+    fails(&world, &["run", "run.toml", "--out", "text.txt/made"], &["text.txt/made"]);
+}
+
+#[test]
+fn unknown_device() {
+    let world = World::new(GQA);
+    for device in ["abacus", "", "flex:0", "FLEX", "cuda", "cuda:0", "wgpu", "remote:ws://localhost:3000"] {
+        fails(&world, &[EVAL, &["--scheme", BASE, "--device", device]].concat(), &[device, "this build", "flex"]);
+        fails(&world, &[CALIBRATE, &["--out", "s", "--device", device]].concat(), &[device, "this build", "flex"]);
+        world.write("run.toml", config(2));
+        fails(&world, &["run", "run.toml", "--device", device], &[device, "this build", "flex"]);
+    }
+}
+
+#[test]
+fn no_threads() {
+    misused(&World::new(GQA), &["inspect", "model", "--threads", "0"], &["--threads"]);
+}
+
+#[test]
+fn other_wrong_usage() {
+    let world = World::new(GQA);
+    misused(&world, &["inspct", "model"], &["inspect"]);
+    misused(&world, &["eval", "model", "--text", "text.txt"], &["--scheme"]);
+    misused(&world, &["eval", "model", "--scheme", "dense"], &["--text"]);
+    misused(&world, &["calibrate", "model", "--text", "text.txt"], &["--out"]);
+    misused(&world, &["calibrate", "model", "--text", "text.txt", "--out", ""], &["--out"]);
+    misused(&world, &["inspect", "model", "--seed", "x"], &["--seed"]);
+}
+
+// Configurations.
+
+#[test]
+fn missing_config() {
+    let world = World::new(GQA);
+    fails(&world, &["run", "nowhere.toml"], &["nowhere.toml", "No such file"]);
+    fails(&world, &["run", "model"], &["model", "directory"]);
+    world.write("run.toml", b"name = \"\xff\"");
+    fails(&world, &["run", "run.toml"], &["run.toml"]);
+}
+
+#[test]
+fn config_that_is_not_toml() {
+    config_fails("name = \"x\"\nmodel = [", &["run.toml", "line 2"]);
+    config_fails("", &["run.toml", "missing field `name`"]);
+}
+
+#[test]
+fn unknown_key() {
+    config_fails(
+        &config(2).replace("windows = 2", "window = 2"),
+        &["run.toml", "line", "unknown field `window`", "windows"],
+    );
+}
+
+#[test]
+fn missing_key() {
+    config_fails(&config(2).replace("context = 32\n", ""), &["run.toml", "missing field `context`"]);
+    config_fails(&config(2).replace("model = \"model\"\n", ""), &["missing field `model`"]);
+}
+
+#[test]
+fn keys_of_the_wrong_type() {
+    config_fails(&config(2).replace("windows = 2", "windows = \"2\""), &["run.toml", "expected usize", "string \"2\""]);
+    config_fails(&config(2).replace("windows = 2", "windows = -2"), &["integer `-2`"]);
+    config_fails(&config(2).replace("\"other.txt\"", "7"), &["expected a file name or a list of file names"]);
+    config_fails(&config(2).replace("name = \"tiny\"", "name = [\"tiny\"]"), &["line 1", "expected a string"]);
+}
+
+#[test]
+fn lists_that_are_empty() {
+    let text = config(2);
+    let start = text.find("schemes").unwrap();
+    config_fails(&format!("{}schemes = []\n", &text[..start]), &["eval.schemes is empty"]);
+    config_fails(&text.replace("[\"text.txt\", \"other.txt\"]", "[]"), &["text is an empty list"]);
+}
+
+#[test]
+fn variable_that_is_not_set() {
+    let text = config(2).replace("\"model\"", "\"${HEADQ_TEST_UNSET}/model\"");
+    config_fails(&text, &["run.toml", "HEADQ_TEST_UNSET", "not set"]);
+    config_fails(&config(2).replace("\"model\"", "\"${HEADQ\""), &["does not close"]);
+}
+
+#[test]
+fn names_that_leave_the_runs_folder() {
+    for name in ["a/b", "../x", "..", ".", "", "a b", "a\\\\b", "/tmp"] {
+        config_fails(&config(2).replace("\"tiny\"", &format!("\"{name}\"")), &["run.toml", "name '", "names a folder"]);
+    }
+}
+
+#[test]
+fn configured_values_that_are_bad() {
+    config_fails(&config(2).replace("windows = 2", "windows = 0"), &["windows 0"]);
+    config_fails(&config(2).replace("windows = 2", "windows = 999"), &["999 were asked for"]);
+    config_fails(&config(2).replace("context = 32", "context = 1"), &["context 1"]);
+    config_fails(&config(2).replace(BASE, "kivi-9"), &["'kivi-9'"]);
+    config_fails(&config(2).replace("\"text.txt\"", "\"nowhere.txt\""), &["nowhere.txt"]);
+    config_fails(&config(2).replace("model = ", "device = \"cuda\"\nmodel = "), &["cuda"]);
+}
+
+#[test]
+fn broken_statistics_of_a_run() {
+    let world = World::new(GQA);
+    world.write("run.toml", config(2));
+    world.succeeds(&["run", "run.toml", "--out", "made"]);
+    world.write("made/stats-kivi-2_g8_r4.safetensors", "half");
+    fails(&world, &["run", "run.toml", "--out", "made"], &["stats-kivi-2_g8_r4.safetensors", "make it again"]);
+    std::fs::remove_file(world.path("made/stats-kivi-2_g8_r4.safetensors")).unwrap();
+    world.succeeds(&["run", "run.toml", "--out", "made"]);
+}
+
+#[test]
+fn folder_of_something_else() {
+    let world = World::new(GQA);
+    world.write("run.toml", config(2));
+    fails(&world, &["run", "run.toml", "--out", "model"], &["model", "not empty"]);
+    std::fs::create_dir(world.path("made")).unwrap();
+    world.write("made/run.json", "{}");
+    fails(&world, &["run", "run.toml", "--out", "made"], &["made", "unreadable run.json"]);
+}
