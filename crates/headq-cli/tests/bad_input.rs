@@ -654,6 +654,9 @@ fn basis_that_is_not_the_schemes() {
     fails(&world, &eval(other, "residual2"), &["residual2", "kivi-2(g=8,r=32)", "kivi-3(g=8,r=4)"]);
     // Of all that were given.
     fails(&world, &[&eval(scheme, "rank3")[..], &["--basis", "random2"]].concat(), &["rank3", "random2"]);
+    // Also where statistics could stand in for it.
+    let both = [&eval(scheme, "rank3")[..], &["--stats", "stats.safetensors"]].concat();
+    fails(&world, &both, &["rank3: agrees with no scheme", "rank 3", "need 2"]);
 }
 
 #[test]

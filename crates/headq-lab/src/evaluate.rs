@@ -80,6 +80,24 @@ impl Sources {
         Ok(PlannedScheme { asked: asked.trim().to_string(), scheme, basis })
     }
 
+    /// Plans several schemes; a basis artifact that none of them can use is an error.
+    ///
+    /// # Errors
+    /// As [`Sources::plan`], and for an artifact given in vain.
+    pub fn plan_all(&self, asked: &[String], config: &ModelConfig, seed: u64) -> Result<Vec<PlannedScheme>, LabError> {
+        let planned = asked.iter().map(|s| self.plan(s, config, seed)).collect::<Result<Vec<_>, _>>()?;
+        let corrected = || planned.iter().filter_map(|p| Some((p.scheme.key?.base, p.scheme.key?.side?)));
+        for (path, artifact) in &self.bases {
+            let reasons: Vec<String> =
+                corrected().filter_map(|(base, side)| artifact_agrees(artifact, &base, &side, config).err()).collect();
+            if !reasons.is_empty() && reasons.len() == corrected().count() {
+                let reason = format!("agrees with no scheme asked for: {}", reasons[0]);
+                return Err(LabError::Artifact { path: path.clone(), reason });
+            }
+        }
+        Ok(planned)
+    }
+
     fn basis(
         &self,
         scheme: &Scheme,
@@ -88,11 +106,9 @@ impl Sources {
         config: &ModelConfig,
         seed: u64,
     ) -> Result<Basis, LabError> {
-        let shape = head_shape(config);
         let mut reasons = Vec::new();
         for (path, artifact) in &self.bases {
-            let agrees = artifact.basis.check(side, shape.layers, shape.heads, shape.kv_heads, shape.head_dim);
-            match agrees.map_err(|e| e.to_string()).and_then(|()| same_base(side, base, &artifact.header.base)) {
+            match artifact_agrees(artifact, base, side, config) {
                 Ok(()) => return Ok(artifact.basis.clone()),
                 Err(reason) => reasons.push(format!("{}: {reason}", path.display())),
             }
@@ -110,6 +126,18 @@ impl Sources {
             false => format!("scheme '{scheme}': no given artifact agrees with it; {}", reasons.join("; ")),
         }))
     }
+}
+
+/// Whether a basis artifact is the one that a scheme's side code needs.
+fn artifact_agrees(
+    artifact: &BasisArtifact,
+    base: &BaseScheme,
+    side: &SideScheme,
+    config: &ModelConfig,
+) -> Result<(), String> {
+    let shape = head_shape(config);
+    let agrees = artifact.basis.check(side, shape.layers, shape.heads, shape.kv_heads, shape.head_dim);
+    agrees.map_err(|e| e.to_string()).and_then(|()| same_base(side, base, &artifact.header.base))
 }
 
 /// Whether residuals of the base quantizer `made_with` are those of `base`. The residual window plays no part: it decides when
@@ -456,7 +484,7 @@ fn timed<T>(work: impl FnOnce() -> Result<T, LabError>) -> Result<(T, f64), LabE
     Ok((work()?, start.elapsed().as_secs_f64()))
 }
 
-/// Takes a part from the store if it is there and fits, or makes and keeps it; the result is the same to the last bit.
+/// Takes a part from the store if it is there and fits, or makes and keeps it. JSON keeps every bit of a number.
 fn part<T: Serialize + for<'de> Deserialize<'de>>(
     store: &dyn PartStore,
     name: &str,
@@ -472,6 +500,5 @@ fn part<T: Serialize + for<'de> Deserialize<'de>>(
     let part = make()?;
     let value = serde_json::to_value(&part).map_err(|e| LabError::Usage(format!("part {name}: {e}")))?;
     store.put(name, &value)?;
-    // Reading JSON may change a number's last bit: used as it would be read, a part is the same whenever it was made.
-    Ok(serde_json::from_str(&value.to_string()).unwrap_or(part))
+    Ok(part)
 }

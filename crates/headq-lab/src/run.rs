@@ -335,12 +335,7 @@ pub fn run(
     };
     let (folder, _lock) = Folder::open(&options.out, &manifest)?;
     let sources = calibrated(config, bases, given, &loaded, &calibration_texts, &folder, options, observer)?;
-    let planned = config
-        .eval
-        .schemes
-        .iter()
-        .map(|s| sources.plan(s, loaded.config(), config.seed))
-        .collect::<Result<Vec<_>, _>>()?;
+    let planned = sources.plan_all(&config.eval.schemes, loaded.config(), config.seed)?;
     keep_bases(&planned, &sources, &folder, config.seed)?;
     let request = Request {
         model: &loaded.model,
@@ -419,7 +414,12 @@ fn calibrated(
     for base in bases {
         let path = folder.0.join(format!("stats-{}.safetensors", slug(&base.to_string())));
         let artifact = match path.exists() {
-            true => StatsArtifact::load(&path)?,
+            true => StatsArtifact::load(&path).map_err(|error| match error {
+                LabError::Artifact { path, reason } => {
+                    LabError::Artifact { path, reason: format!("{reason}; remove the file, and the run makes it again") }
+                }
+                other => other,
+            })?,
             false => {
                 let made = calibrate(
                     &loaded.model,

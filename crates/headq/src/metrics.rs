@@ -61,7 +61,7 @@ fn centre<const D: usize>(p: &Tensor<D>, delta: Tensor<D>) -> Tensor<D> {
     delta - mean
 }
 
-/// E8, (PPL_base − PPL_x) / (PPL_base − PPL_dense); `None` where the base does no harm to remove.
+/// E8, (PPL_base − PPL_x) / (PPL_base − PPL_dense); `None` where base and dense are equal.
 pub fn excess_removed(base: f64, x: f64, dense: f64) -> Option<f64> {
     let share = (base - x) / (base - dense);
     (base != dense && share.is_finite()).then_some(share)

@@ -14,8 +14,7 @@ pub fn run(context: &Context, args: &Eval) -> Result<(), LabError> {
     args.out.as_deref().map_or(Ok(()), check_writable)?;
     let (loaded, windows) = context.load(&args.model, &args.text)?;
     let sources = Sources::load(&args.stats, &args.basis, &loaded.fingerprint)?;
-    let plan = |s: &String| sources.plan(s, loaded.config(), context.seed());
-    let schemes = args.scheme.iter().map(plan).collect::<Result<Vec<_>, _>>()?;
+    let schemes = sources.plan_all(&args.scheme, loaded.config(), context.seed())?;
     let request = Request {
         model: &loaded.model,
         fingerprint: &loaded.fingerprint,
