@@ -415,9 +415,10 @@ fn calibrated(
         let path = folder.0.join(format!("stats-{}.safetensors", slug(&base.to_string())));
         let artifact = match path.exists() {
             true => StatsArtifact::load(&path).map_err(|error| match error {
-                LabError::Artifact { path, reason } => {
-                    LabError::Artifact { path, reason: format!("{reason}; remove the file, and the run makes it again") }
-                }
+                LabError::Artifact { path, reason } => LabError::Artifact {
+                    path,
+                    reason: format!("{reason}; remove the file, and the run makes it again"),
+                },
                 other => other,
             })?,
             false => {
