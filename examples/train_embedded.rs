@@ -1,8 +1,8 @@
 //! Trains the small language model that ships with HeadQ, and measures it.
 //!
 //! ```text
-//! cargo run --release -p headq-examples --example train-embedded -- --out checkpoints/headq-embedded
-//! cargo run --release -p headq-examples --example train-embedded -- --report checkpoints/headq-embedded
+//! cargo run --release --example train-embedded -- --out checkpoints/headq-embedded
+//! cargo run --release --example train-embedded -- --report checkpoints/headq-embedded
 //! ```
 //!
 //! The model is a Qwen2 of less than a million parameters that learns the language of [`headq_examples::valley`]. Training pages
@@ -63,7 +63,7 @@ struct Options {
     #[arg(long)]
     from: Option<PathBuf>,
     /// Optimizer steps on pages.
-    #[arg(long, default_value_t = 900)]
+    #[arg(long, default_value_t = 330)]
     steps: usize,
     /// Most steps on drills before that; they end sooner when they are mastered.
     #[arg(long, default_value_t = 1000)]
@@ -99,14 +99,14 @@ fn config(vocabulary: usize) -> Result<ModelConfig> {
         "vocab_size": vocabulary,
         "hidden_size": 128,
         "intermediate_size": 256,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
         "max_position_embeddings": PAGE,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
-        "rope_theta": 10000.0,
+        "rope_theta": 1000.0,
         "tie_word_embeddings": true,
         "bos_token_id": null,
         "eos_token_id": null,
