@@ -88,7 +88,7 @@ pub struct Inspect {
     /// Scheme to account for; repeat for several. A few common ones by default.
     #[arg(long, value_name = "S")]
     pub scheme: Vec<String>,
-    /// Context at which caches are sized, in tokens.
+    /// Tokens that the sized caches hold.
     #[arg(long, value_name = "T", default_value_t = 4096)]
     pub context: usize,
     /// Also hash the weights and print the fingerprint that artifacts carry.
@@ -159,10 +159,17 @@ pub struct Basis {
 ///
 /// A scheme is KEYS or KEYS/VALUES, e.g.
 /// kivi-2(g=32,r=32)+query-pca(rank=4,bits=4)/token-2(c=32):
-///   keys    dense | kivi-B | token-B (options g r sinks range meta, c for token), B from 1 to 8
+///   keys    dense | kivi-B | token-B, B bits from 1 to 8
+///             g=32     tokens coded together        r=32      newest tokens kept dense
+///             sinks=0  first tokens kept dense      range=1   share of each min/max range kept
+///             c=       channels per scale (token; default the head width)
+///             meta=f16 width of scales and zeros, or f32
 ///   side    query-pca query-pca-centered residual-pca random score-optimal learned
-///           (options rank bits scales=group|token sign=1|-1 scope=kv-head|query-head)
-///   values  dense | token-B (options c g r sinks range meta)
+///             rank=    of the basis (required)      bits=     of a side code, 2 to 8 (required)
+///             scales=group|token                    what shares a scale
+///             sign=1|-1                             -1 subtracts, a control
+///             scope=kv-head|query-head              what has a basis of its own
+///   values  dense | token-B, with c g r sinks range meta; g r sinks default to the keys'
 ///
 /// Example:
 ///

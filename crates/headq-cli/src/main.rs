@@ -15,7 +15,7 @@ use crate::args::{Cli, Command};
 fn main() -> ExitCode {
     let cli = Cli::parse();
     start_logging(cli.global.quiet);
-    progress::catch_interrupts();
+    progress::catch_interrupts(cli.global.quiet);
     let context = commands::Context::new(cli.global);
     let result = match &cli.command {
         Command::Inspect(args) => commands::inspect::run(&context, args),

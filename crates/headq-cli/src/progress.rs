@@ -15,10 +15,14 @@ fn say(text: &str) {
 }
 
 /// The first Ctrl-C (or SIGTERM) asks for a clean end after the windows in flight, the second ends at once.
-pub fn catch_interrupts() {
-    let handler = || {
+pub fn catch_interrupts(quiet: bool) {
+    let handler = move || {
         if INTERRUPTED.swap(true, Ordering::SeqCst) {
+            say("error: interrupted twice; ended at once");
             std::process::exit(1);
+        }
+        if quiet {
+            return;
         }
         say("interrupted: finishing the windows in flight; press again to end at once");
     };

@@ -7,7 +7,7 @@
 //! | `statistics` | `q.count`, `q.sum`, `q.outer` | `[layers, heads]`, `[layers, heads, head_dim]`, `[layers, heads, head_dim, head_dim]` | i64, f64, f64 |
 //! | | `k.…`, `e.…`, `v.…` | the same with `kv_heads` | |
 //! | `basis` | `decoder` (U) | `[layers, side_heads, head_dim, rank]` | f32 |
-//! | | `encoder` (W), absent where W = U | as `decoder` | f32 |
+//! | | `encoder` (W), of families whose W differs from U: `score-optimal`, `learned` | as `decoder` | f32 |
 //!
 //! q and k are post-RoPE; e = k − B_b(k) over whole groups of coded tokens; `count` is n, `sum` is Σx and `outer` is Σxxᵀ.
 //!
@@ -138,14 +138,62 @@ pub fn write_atomic(path: &Path, bytes: &[u8]) -> Result<(), LabError> {
     })
 }
 
-/// Fails early where a file could not be written at the end.
+/// What a command writes, and so what it may replace.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Output {
+    /// Statistics.
+    Statistics,
+    /// A basis.
+    Basis,
+    /// The JSON of an evaluation.
+    Report,
+}
+
+impl Output {
+    /// Whether a file is one that this program wrote as the same kind of thing.
+    fn wrote(self, path: &Path) -> bool {
+        let Ok(bytes) = std::fs::read(path) else { return false };
+        let kind = match self {
+            Output::Statistics => "statistics",
+            Output::Basis => "basis",
+            Output::Report => {
+                let report: Option<serde_json::Value> = serde_json::from_slice(&bytes).ok();
+                return report.is_some_and(|r| r["program"].as_str().is_some_and(|p| p.starts_with("headq ")));
+            }
+        };
+        let header =
+            SafeTensors::read_metadata(&bytes).ok().and_then(|(_, m)| m.metadata().as_ref()?.get("headq").cloned());
+        let header: Option<serde_json::Value> = header.and_then(|h| serde_json::from_str(&h).ok());
+        header.is_some_and(|h| h["kind"] == kind)
+    }
+}
+
+/// Fails early where a file could not be written at the end, or where something else would be lost: an existing file is replaced
+/// only if this program wrote it as the same kind of output. Devices, pipes and links are never replaced.
 ///
 /// # Errors
-/// [`LabError::Io`] with the path.
-pub fn check_writable(path: &Path) -> Result<(), LabError> {
+/// [`LabError::Io`] or [`LabError::Artifact`] with the path.
+pub fn check_writable(path: &Path, output: Output) -> Result<(), LabError> {
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     if path.is_dir() {
         return Err(LabError::Io { path: path.to_owned(), source: std::io::ErrorKind::IsADirectory.into() });
+    }
+    if let Ok(found) = path.symlink_metadata() {
+        if !found.is_file() {
+            return Err(artifact_error(path, "not a regular file, and not replaced; name a file to write"));
+        }
+        if found.permissions().readonly() {
+            return Err(LabError::Io { path: path.to_owned(), source: std::io::ErrorKind::PermissionDenied.into() });
+        }
+        if !output.wrote(path) {
+            return Err(artifact_error(
+                path,
+                "exists and is something else; nothing is overwritten, name another file",
+            ));
+        }
+    }
+    if !folder.exists() {
+        return Err(artifact_error(path, format!("the folder {} does not exist; make it first", folder.display())));
     }
     let plain = |e: std::io::Error| LabError::Io {
         path: path.to_owned(),

@@ -305,7 +305,11 @@ impl Request<'_> {
     /// # Errors
     /// If a pass gives numbers that are not finite, a part cannot be kept, or on interruption.
     pub fn run(&self, observer: &dyn Observer, store: &dyn PartStore) -> Result<Evaluation, LabError> {
-        let measured: &[PlannedScheme] = if self.diagnostics { self.schemes } else { &[] };
+        let mut schemes = self.schemes.to_vec();
+        if !schemes.iter().any(|s| s.scheme.is_dense()) {
+            schemes.insert(0, PlannedScheme { asked: "dense".into(), scheme: Scheme::DENSE, basis: None });
+        }
+        let measured: &[PlannedScheme] = if self.diagnostics { &schemes } else { &[] };
         // The clock needs a dense pass of its own; otherwise diagnostics are taken on the one that is run anyway.
         let dense_seconds =
             self.timings.then(|| timed(|| self.dense_pass(&[], observer))).transpose()?.map(|(_, seconds)| seconds);
@@ -315,16 +319,12 @@ impl Request<'_> {
         let fits_dense = |d: &DensePart| fits(&d.nll) && d.diagnostics.len() == measured.len();
         let (dense, with_diagnostics): (DensePart, f64) =
             timed(|| part(store, "dense", fits_dense, || self.dense_pass(measured, observer)))?;
-        if !self.schemes.iter().any(|s| s.scheme.is_dense()) {
-            let planned = PlannedScheme { asked: "dense".into(), scheme: Scheme::DENSE, basis: None };
-            results.push(self.result(&planned, &dense.nll, &dense.nll, None, None));
-        }
-        for (i, planned) in self.schemes.iter().enumerate() {
+        for (i, planned) in schemes.iter().enumerate() {
             let (nll, seconds): (Vec<f64>, f64) = match planned.scheme.is_dense() {
                 true => (dense.nll.clone(), 0.0),
                 false => timed(|| part(store, &format!("scheme-{i}"), fits, || self.scheme_pass(planned, observer)))?,
             };
-            let diagnostics = dense_seconds.map(|d| (with_diagnostics - d).max(0.0) / self.schemes.len() as f64);
+            let diagnostics = dense_seconds.map(|d| (with_diagnostics - d).max(0.0) / schemes.len() as f64);
             let seconds = diagnostics.map(|d| seconds + d).filter(|_| !planned.scheme.is_dense());
             results.push(self.result(planned, &nll, &dense.nll, dense.diagnostics.get(i), seconds));
         }

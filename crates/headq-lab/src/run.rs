@@ -177,6 +177,8 @@ struct Manifest {
     config: RunConfig,
     model: Fingerprint,
     texts: Vec<crate::text::TextInfo>,
+    /// SHA-256 of each basis file.
+    bases: Vec<String>,
 }
 
 /// A run's folder.
@@ -197,8 +199,9 @@ impl Folder {
             match found {
                 None => return Err(other("or unreadable run.json")),
                 Some(f) if f.model != manifest.model => return Err(other("model")),
-                Some(f) if f.texts != manifest.texts => return Err(other("text")),
                 Some(f) if f.config != manifest.config => return Err(other("configuration")),
+                Some(f) if f.texts != manifest.texts => return Err(other("text or tokenizer")),
+                Some(f) if f.bases != manifest.bases => return Err(other("basis file")),
                 Some(f) if f.program != manifest.program => return Err(other("version of this program")),
                 Some(_) => {}
             }
@@ -332,6 +335,7 @@ pub fn run(
         config: config.clone(),
         model: loaded.fingerprint.clone(),
         texts: calibration_texts.iter().chain(&eval_texts).map(|t| t.text.clone()).collect(),
+        bases: config.eval.basis.iter().map(|b| file_sha256(Path::new(b))).collect::<Result<_, _>>()?,
     };
     let (folder, _lock) = Folder::open(&options.out, &manifest)?;
     let sources = calibrated(config, bases, given, &loaded, &calibration_texts, &folder, options, observer)?;
@@ -357,6 +361,11 @@ pub fn run(
         report::markdown(&config.name, &evaluation, &options.command).as_bytes(),
     )?;
     Ok(evaluation)
+}
+
+fn file_sha256(path: &Path) -> Result<String, LabError> {
+    use sha2::{Digest, Sha256};
+    Ok(crate::text::hex(&Sha256::digest(std::fs::read(path).map_err(LabError::io(path))?)))
 }
 
 fn window_options(config: &RunConfig, eval: &EvalConfig) -> WindowOptions {

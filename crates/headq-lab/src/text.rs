@@ -1,6 +1,7 @@
 //! Texts, cut into windows of tokens.
 //!
-//! Line ends are read as most language tools read text files: CRLF and a lone CR become LF, before characters are counted.
+//! Line ends are read as most language tools read text files: CRLF and a lone CR become LF, before characters are counted. A byte
+//! order mark at the beginning is no part of the text.
 
 use std::path::{Path, PathBuf};
 
@@ -35,6 +36,8 @@ pub struct TextInfo {
     pub chars: usize,
     /// Tokens in them.
     pub tokens: usize,
+    /// SHA-256 of the ids of the windows' tokens, as little-endian 32-bit numbers: another tokenizer gives another.
+    pub tokens_sha256: String,
 }
 
 /// A text's windows: window i is tokens [iT, (i+1)T).
@@ -59,6 +62,7 @@ pub fn read_text(path: &Path, max_chars: Option<usize>) -> Result<String, LabErr
             e.utf8_error().valid_up_to()
         ))
     })?;
+    let text = text.strip_prefix('\u{feff}').map_or(text.clone(), str::to_owned);
     let text = if text.contains('\r') { text.replace("\r\n", "\n").replace('\r', "\n") } else { text };
     let text = match max_chars.and_then(|n| text.char_indices().nth(n)) {
         None => text,
@@ -104,7 +108,7 @@ pub fn load_windows(path: &Path, tokenizer: &Tokenizer, options: &WindowOptions)
             options.windows
         )));
     }
-    let windows = tokens
+    let windows: Vec<Vec<u32>> = tokens
         .chunks_exact(own)
         .take(options.windows)
         .map(|w| bos.into_iter().chain(w.iter().copied()).collect())
@@ -114,6 +118,9 @@ pub fn load_windows(path: &Path, tokenizer: &Tokenizer, options: &WindowOptions)
         sha256: hex(&Sha256::digest(text.as_bytes())),
         chars: text.chars().count(),
         tokens: tokens.len(),
+        tokens_sha256: hex(&Sha256::digest(
+            windows.iter().flatten().flat_map(|t| t.to_le_bytes()).collect::<Vec<u8>>(),
+        )),
     };
     Ok(Windows { text: info, windows })
 }

@@ -33,13 +33,23 @@ fn loss(model: &LanguageModel, device: &Device) -> Tensor<1> {
     log_softmax(logits, 2).gather(2, targets.unsqueeze_dim(2)).mean().neg()
 }
 
-/// The derivative along the gradient is its norm; central differences of the loss must agree.
+/// Numbers without structure between −1 and 1, the same on every run.
+fn noise(n: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed;
+    let mut next = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    };
+    (0..n).map(|_| next()).collect()
+}
+
+/// The derivative along the gradient is its norm; central differences of the loss, of fourth order, must agree.
 fn check<const D: usize>(
     what: &str,
     model: &LanguageModel,
     parameter: fn(&mut LanguageModel) -> &mut Param<Tensor<D>>,
 ) {
-    const STEP: f32 = 2e-2;
+    const STEP: f32 = 1e-2;
     let device = model.device();
     let mut changed = model.clone();
     let gradients = loss(model, &device).backward();
@@ -52,7 +62,7 @@ fn check<const D: usize>(
         *parameter = Param::from_tensor(parameter.val() + direction.clone().mul_scalar(step));
         loss(&moved, &moved.device()).into_scalar::<f32>()
     };
-    let slope = (at(STEP) - at(-STEP)) / (2.0 * STEP);
+    let slope = (8.0 * (at(STEP) - at(-STEP)) - (at(2.0 * STEP) - at(-2.0 * STEP))) / (12.0 * STEP);
     assert!((slope - norm).abs() <= 0.01 * norm + 1e-4, "{what}: slope {slope}, gradient norm {norm}");
 }
 
@@ -61,9 +71,15 @@ fn gradients_agree_with_central_differences() {
     for name in ["llama", "qwen2", "mistral", "gpt2", "gpt_neox"] {
         let device = Device::flex().autodiff();
         let mut model = LanguageModel::init(&tiny(name), &device);
-        // Larger than the training initialisation, so that every layer matters to the loss.
-        let grow =
-            |weight: &mut Param<Tensor<2>>| *weight = Param::from_tensor((weight.val() * 10.0).detach().require_grad());
+        // Larger than the training initialisation, so that every layer matters to the loss, and not from the generator that
+        // tests on other threads draw from.
+        let mut seed = 0;
+        let mut grow = |weight: &mut Param<Tensor<2>>| {
+            let [rows, columns] = weight.dims();
+            seed += 1;
+            let data = TensorData::new(noise(rows * columns, seed), [rows, columns]);
+            *weight = Param::from_tensor((Tensor::<2>::from_data(data, &device) * 0.3).require_grad());
+        };
         grow(&mut model.embedding.weight);
         for block in &mut model.blocks {
             for linear in [&mut block.qkv, &mut block.out, &mut block.mlp_in, &mut block.mlp_out] {

@@ -197,7 +197,7 @@ pub(crate) fn grouped_queries(
 }
 
 /// Tokens that the query at position `t` sees.
-fn visible(site: &AttentionSite, t: usize) -> Range<usize> {
+pub(crate) fn visible(site: &AttentionSite, t: usize) -> Range<usize> {
     site.window.map_or(0, |w| (t + 1).saturating_sub(w))..t + 1
 }
 

@@ -2,7 +2,8 @@
 //!
 //! *Code bits* are bits per coded element: codes, scales, zeros and side codes. *Cache bits* are the mean bits per element of
 //! everything a cache holds at a context, dense window, half-filled group and sinks included at 16 bits each. *Bytes per token*
-//! are cache bits times the elements that one token has in the whole model.
+//! are cache bits times the elements that one token has in the whole model. A sliding window bounds what is read, not what is held:
+//! caches here keep all tokens, and are accounted so.
 
 use serde::{Deserialize, Serialize};
 
@@ -23,6 +24,13 @@ pub struct HeadShape {
     pub kv_heads: usize,
     /// Head width.
     pub head_dim: usize,
+}
+
+impl HeadShape {
+    /// Key and value elements of one token in the whole model.
+    fn elements(&self) -> f64 {
+        (2 * self.layers * self.kv_heads * self.head_dim) as f64
+    }
 }
 
 /// Stored size of a scheme at a context.
@@ -75,8 +83,24 @@ impl Budget {
         let keys = mean_bits(key_bits, scheme.key.map(|k| k.base.flush), positions);
         let values = mean_bits(value_bits, scheme.value.map(|v| v.flush(scheme.key.as_ref())), positions);
         let cache_bits = (keys + values) / 2.0;
-        let elements = (2 * shape.layers * shape.kv_heads * shape.head_dim) as f64;
-        Self { key_bits, value_bits, cache_bits, bytes_per_token: cache_bits * elements / 8.0 }
+        Self { key_bits, value_bits, cache_bits, bytes_per_token: cache_bits * shape.elements() / 8.0 }
+    }
+}
+
+impl Budget {
+    /// The budget of a cache that holds exactly `tokens` tokens.
+    pub fn at(scheme: &Scheme, shape: &HeadShape, tokens: usize) -> Self {
+        let mean = Self::of(scheme, shape, 2);
+        let share =
+            |flush: Option<Flush>| flush.map_or(0.0, |f| f.flushed(tokens.max(1) - 1) as f64 / tokens.max(1) as f64);
+        let held = |code_bits: f64, share: f64| share * code_bits + (1.0 - share) * DENSE_BITS;
+        let keys = held(mean.key_bits, share(scheme.key.map(|k| k.base.flush)));
+        let values = held(mean.value_bits, share(scheme.value.map(|v| v.flush(scheme.key.as_ref()))));
+        Self {
+            cache_bits: (keys + values) / 2.0,
+            bytes_per_token: (keys + values) / 2.0 * shape.elements() / 8.0,
+            ..mean
+        }
     }
 }
 
@@ -121,6 +145,10 @@ mod tests {
             .sum();
         let found = budget("kivi-2(g=3,r=1,sinks=2)", 10).cache_bits;
         assert!((found - (keys / 9.0 + 16.0) / 2.0).abs() < 1e-12);
+        // At one context: 6 of 9 tokens are coded.
+        let held = Budget::at(&"kivi-2(g=3,r=1,sinks=2)".parse().unwrap(), &SMOLLM2, 9);
+        assert!((held.cache_bits - ((6.0 * code + 3.0 * 16.0) / 9.0 + 16.0) / 2.0).abs() < 1e-12);
+        assert!((held.bytes_per_token - held.cache_bits * 11520.0 / 8.0).abs() < 1e-9);
         // Values follow the key's window unless they say otherwise.
         let both = budget("kivi-2(g=3,r=1,sinks=2)/token-2(c=3)", 10).cache_bits;
         assert!((both - keys / 9.0).abs() < 1e-9);

@@ -71,7 +71,7 @@ impl HeadqAttention {
     /// # Shapes
     /// - `keys`: `[batch, kv_heads, groups · G, head_dim]`
     pub fn code_keys(&self, key: &KeyScheme, keys: Tensor<4>) -> CodedKeys {
-        // Codes belong to the keys' values; the residual that is corrected is a constant of the graph's base code.
+        // Under autodiff the base code passes gradients straight through, so that inside its range e has none.
         let base = base_read_back(&key.base, keys.clone());
         let side = key.side.as_ref().map(|side| {
             let decoder = self.decoder.as_ref().expect("a side code has a decoder").val();

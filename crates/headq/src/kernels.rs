@@ -30,8 +30,10 @@ macro_rules! vectorized {
     }};
 }
 
-/// Lanes of an accumulator: one AVX-512 register of f64.
+/// Lanes of an f64 accumulator: one AVX-512 register.
 const LANES: usize = 8;
+/// Lanes of an f32 accumulator.
+const WIDE: usize = 16;
 
 /// e^x for finite x, to about 1 ulp; 0 and ∞ beyond the range of f64. Cody–Waite reduction and a Taylor polynomial.
 #[inline(always)]
@@ -101,6 +103,19 @@ fn exp32(x: f32) -> f32 {
     if x < -87.0 { 0.0 } else { y }
 }
 
+/// The largest element that is not NaN; −∞ for an empty row.
+#[inline(always)]
+fn row_max(row: &[f32]) -> f32 {
+    let whole = row.len() / WIDE * WIDE;
+    let mut max = [f32::NEG_INFINITY; WIDE];
+    for x in row[..whole].chunks_exact(WIDE) {
+        for i in 0..WIDE {
+            max[i] = if x[i] > max[i] { x[i] } else { max[i] };
+        }
+    }
+    max.iter().chain(&row[whole..]).copied().fold(f32::NEG_INFINITY, f32::max)
+}
+
 /// Σ over i of each of N terms, in fixed lanes.
 #[inline(always)]
 fn lane_sums<const N: usize>(p: &[f32], x: &[f32], term: impl Fn(f64, f64) -> [f64; N]) -> [f64; N] {
@@ -153,6 +168,22 @@ pub(crate) fn square_and_excess(p: &[f32], x: &[f32], mean: f64) -> [f64; 2] {
     })
 }
 
+/// E2 and E3 of one query from its visible scores `s` and their changes `x`, by log-sum-exp in f64.
+///
+/// For changes so large that probabilities too small for f32 count once they are multiplied by e^x.
+pub(crate) fn fisher_and_kl_of_scores(s: &[f32], x: &[f32]) -> (f64, f64) {
+    let log_sum = |value: &dyn Fn(usize) -> f64| -> f64 {
+        let max = (0..s.len()).map(value).fold(f64::NEG_INFINITY, f64::max);
+        max + (0..s.len()).map(|j| (value(j) - max).exp()).sum::<f64>().ln()
+    };
+    let before = log_sum(&|j| f64::from(s[j]));
+    let after = log_sum(&|j| f64::from(s[j]) + f64::from(x[j]));
+    let p = |j: usize| (f64::from(s[j]) - before).exp();
+    let mean: f64 = (0..s.len()).map(|j| p(j) * f64::from(x[j])).sum();
+    let square: f64 = (0..s.len()).map(|j| p(j) * (f64::from(x[j]) - mean).powi(2)).sum();
+    (0.5 * square, (after - before - mean).max(0.0))
+}
+
 /// e^x − 1 − x of one number.
 pub(crate) fn excess(x: f64) -> f64 {
     exp_excess(x)
@@ -175,15 +206,8 @@ pub(crate) fn difference_and_norm(a: &[f32], b: &[f32]) -> [f64; 2] {
 /// NaN where the row has a NaN; −∞ for an empty row.
 pub fn log_sum_exp(row: &[f32]) -> f64 {
     let (max, sum) = vectorized!(|row: &'a [f32]| -> (f32, f64) {
-        const WIDE: usize = 16;
         let whole = row.len() / WIDE * WIDE;
-        let mut max = [f32::NEG_INFINITY; WIDE];
-        for x in row[..whole].chunks_exact(WIDE) {
-            for i in 0..WIDE {
-                max[i] = if x[i] > max[i] { x[i] } else { max[i] };
-            }
-        }
-        let max = max.iter().chain(&row[whole..]).copied().fold(f32::NEG_INFINITY, f32::max);
+        let max = row_max(row);
         // Each lane adds a block in f32 before it goes to f64: 64 terms lose less than 1e-5 of a term.
         let mut sum = 0.0f64;
         for block in row[..whole].chunks(WIDE * 64) {
@@ -231,15 +255,8 @@ pub(crate) fn softmax_rows<const D: usize>(x: Tensor<D>, visible: impl Fn(usize)
 /// Softmax in place, with the maximum subtracted.
 fn softmax(row: &mut [f32]) {
     vectorized!(|row: &'a mut [f32]| -> () {
-        const WIDE: usize = 16;
         let whole = row.len() / WIDE * WIDE;
-        let mut max = [f32::NEG_INFINITY; WIDE];
-        for x in row[..whole].chunks_exact(WIDE) {
-            for i in 0..WIDE {
-                max[i] = if x[i] > max[i] { x[i] } else { max[i] };
-            }
-        }
-        let max = max.iter().chain(&row[whole..]).copied().fold(f32::NEG_INFINITY, f32::max);
+        let max = row_max(row);
         let mut lanes = [0.0f32; WIDE];
         for x in row[..whole].chunks_exact_mut(WIDE) {
             for i in 0..WIDE {
@@ -357,7 +374,7 @@ mod tests {
     #[test]
     fn swiglu_is_the_tensor_operation() {
         let device = Device::flex();
-        let x = Tensor::<2>::random([5, 46], burn::tensor::Distribution::Normal(0.0, 5.0), &device);
+        let x = crate::normal([5, 46], 1, &device) * 5.0;
         let extreme = Tensor::<2>::from_data([[-1e4f32, -100.0, 0.0, 100.0, 1.0, 1.0, 1.0, 1.0]], &device);
         for x in [x, extreme] {
             let width = x.dims()[1] / 2;
@@ -370,7 +387,7 @@ mod tests {
     #[test]
     fn softmax_rows_is_softmax_over_the_visible_columns() {
         let device = Device::flex();
-        let x = Tensor::<2>::random([40, 37], burn::tensor::Distribution::Normal(0.0, 9.0), &device);
+        let x = crate::normal([40, 37], 2, &device) * 9.0;
         let visible = |i: usize| i.saturating_sub(12)..(i + 1).min(37);
         let rows: Vec<f32> = x.clone().try_into_vec_as().unwrap();
         let found: Vec<f32> = softmax_rows(x, visible).try_into_vec_as().unwrap();

@@ -40,3 +40,17 @@ pub use metrics::{Diagnostics, LayerProbe};
 pub use scheme::Scheme;
 pub use seam::{Attention, AttentionSite, DenseAttention, dense_attention, repeat_kv};
 pub use stats::{LayerStats, Moments};
+
+/// Standard normal numbers for unit tests.
+#[cfg(test)]
+pub(crate) fn normal<const D: usize>(
+    shape: [usize; D],
+    seed: u64,
+    device: &burn::tensor::Device,
+) -> burn::tensor::Tensor<D> {
+    use rand::{RngExt, SeedableRng};
+    // Not the device's generator, which all test threads share.
+    let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
+    let data: Vec<f32> = (0..shape.iter().product()).map(|_| rng.sample(rand_distr::StandardNormal)).collect();
+    burn::tensor::Tensor::from_data(burn::tensor::TensorData::new(data, shape), device)
+}

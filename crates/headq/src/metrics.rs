@@ -7,7 +7,7 @@ use burn::tensor::{Tensor, TensorData};
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use crate::attention::{Segments, first_visible, grouped_queries, probabilities, tiles};
+use crate::attention::{Segments, first_visible, grouped_queries, probabilities, tiles, visible};
 use crate::codec::{CodedKeys, HeadqAttention, coded_mask};
 use crate::scheme::Flush;
 use crate::seam::{Attention, AttentionSite};
@@ -67,6 +67,9 @@ pub fn excess_removed(base: f64, x: f64, dense: f64) -> Option<f64> {
     (base != dense && share.is_finite()).then_some(share)
 }
 
+/// Changes of a score, in nats, up to which f32 probabilities are enough: below e⁻⁸⁷ they are 0, and e³⁰ times that is nothing.
+const LARGE_CHANGE: f32 = 30.0;
+
 /// Sums of the diagnostics of one scheme, over layers, heads, queries and windows.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct Diagnostics {
@@ -75,6 +78,7 @@ pub struct Diagnostics {
     kl: f64,
     key_elements: f64,
     key_error: f64,
+    key_elements_corrected: f64,
     key_error_corrected: f64,
     value_elements: f64,
     value_error: f64,
@@ -93,6 +97,7 @@ impl Diagnostics {
             (&mut self.kl, other.kl),
             (&mut self.key_elements, other.key_elements),
             (&mut self.key_error, other.key_error),
+            (&mut self.key_elements_corrected, other.key_elements_corrected),
             (&mut self.key_error_corrected, other.key_error_corrected),
             (&mut self.value_elements, other.value_elements),
             (&mut self.value_error, other.value_error),
@@ -121,9 +126,10 @@ impl Diagnostics {
         ratio(self.key_error, self.key_elements)
     }
 
-    /// E4 of what base and side code together stand for: mean of (k̂ + Uẑ − k)². Scores never form this sum.
+    /// E4 of what base and side code together stand for: mean of (k̂ + Uẑ − k)². Scores never form this sum. `None` also where each
+    /// query head has a side code of its own, so that no one key is stood for.
     pub fn key_mse_corrected(&self) -> Option<f64> {
-        ratio(self.key_error_corrected, self.key_elements)
+        ratio(self.key_error_corrected, self.key_elements_corrected)
     }
 
     /// E4 of values: mean of (v̂ − v)² over coded tokens and channels.
@@ -200,10 +206,14 @@ impl<'a> Coded<'a> {
             let e = coded.base.clone() - k.clone().narrow(2, sinks, n);
             sums.key_elements += e.shape().num_elements() as f64;
             sums.key_error += sum_of_squares(&e);
-            sums.key_error_corrected += match module.decode_side(coded) {
-                None => sum_of_squares(&e),
-                Some(correction) => sum_of_squares(&(e.clone() + correction)),
+            let corrected = match (&coded.side, module.decode_side(coded)) {
+                (None, _) => Some(e.clone()),
+                (Some(_), correction) => correction.map(|c| e.clone() + c),
             };
+            if let Some(corrected) = corrected {
+                sums.key_elements_corrected += corrected.shape().num_elements() as f64;
+                sums.key_error_corrected += sum_of_squares(&corrected);
+            }
             CodedKeys { base: e, side: coded.side.clone() }
         });
         let value_errors = whole(module.value_flush()).map(|(sinks, n)| {
@@ -314,11 +324,24 @@ impl Tile {
         let delta_host = host(delta.clone());
         let width = self.queries.end - self.first;
         let offset = columns.start - self.first;
+        let scores = std::sync::OnceLock::new();
         let (fisher, kl) = self
             .p_host
             .par_chunks(width)
             .zip(delta_host.par_chunks(n))
-            .map(|(p, delta)| {
+            .enumerate()
+            .map(|(row, (p, delta))| {
+                if delta.iter().any(|x| x.abs() > LARGE_CHANGE) {
+                    let scores = scores.get_or_init(|| host(self.scores.clone()));
+                    let visible = visible(&self.site, self.queries.start + row % m);
+                    let mut changes = vec![0.0; width];
+                    changes[offset..offset + n].copy_from_slice(delta);
+                    let visible = visible.start.max(self.first) - self.first..visible.end - self.first;
+                    return kernels::fisher_and_kl_of_scores(
+                        &scores[row * width..][visible.clone()],
+                        &changes[visible],
+                    );
+                }
                 let rest = p[..offset].iter().chain(&p[offset + n..]).map(|&p| f64::from(p)).sum();
                 fisher_and_kl(&p[offset..offset + n], delta, rest)
             })

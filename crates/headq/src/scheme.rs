@@ -586,6 +586,9 @@ impl FromStr for Scheme {
                         Some((base, _)) if base.matches('(').count() > base.matches(')').count() => (key, None),
                         Some((base, side)) => (base, Some(side)),
                     };
+                    if base.trim() == "dense" || base.trim().starts_with("dense(") {
+                        return Err("dense keys take no options and no side code; write dense".into());
+                    }
                     let base = parse_base(base)?;
                     Some(KeyScheme { base, side: side.map(parse_side).transpose()? })
                 }

@@ -107,16 +107,18 @@ fn a_constant_vector_on_all_keys_is_null_for_scores_and_not_for_storage() {
     let (q, k) = (normal([1, 1, 20, D], 1, &device), normal([1, 1, 20, D], 2, &device));
     let (q, k) = (heads(&q).remove(0), heads(&k).remove(0));
     let shift = 7.0;
+    let shifted: Vec<Vec<f64>> = k.iter().map(|k| k.iter().map(|v| v + shift).collect()).collect();
+    let mse =
+        k.iter().flatten().zip(shifted.iter().flatten()).map(|(a, b)| (b - a).powi(2)).sum::<f64>() / (20 * D) as f64;
     for q in &q {
         let scores: Vec<f64> = k.iter().map(|k| q.iter().zip(k).map(|(a, b)| a * b).sum::<f64>()).collect();
         let total: f64 = scores.iter().map(|s| s.exp()).sum();
         let p: Vec<f32> = scores.iter().map(|s| (s.exp() / total) as f32).collect();
-        let delta: Vec<f32> = k.iter().map(|_| (q.iter().sum::<f64>() * shift) as f32).collect();
+        let dot = |k: &[f64]| q.iter().zip(k).map(|(a, b)| a * b).sum::<f64>();
+        let delta: Vec<f32> = k.iter().zip(&shifted).map(|(k, s)| (dot(s) - dot(k)) as f32).collect();
         let (fisher, kl) = fisher_and_kl(&p, &delta, 0.0);
-        assert!(fisher < 1e-10 && kl < 1e-10, "{fisher:e} {kl:e}");
+        assert!(mse > 1e10 * fisher.max(kl), "E4 is {mse}, E2 {fisher:e}, E3 {kl:e}");
     }
-    let mse = shift * shift;
-    assert!(mse > 1.0, "E4 of the same change");
 }
 
 #[test]
@@ -227,6 +229,34 @@ fn diagnostics_agree_with_the_definitions() {
                 Some(mse) => close(found.key_mse().unwrap(), mse, 1e-5),
             }
         }
+    }
+}
+
+/// Scores so far apart that f32 probabilities are 0, and changes that bring them back.
+#[test]
+fn peaked_attention_with_large_errors_loses_nothing() {
+    let device = Device::flex();
+    let scheme: Scheme = "kivi-2(g=8,r=0)".parse().unwrap();
+    for scale in [1.0, 10.0, 30.0, 100.0, 1000.0] {
+        let x = |heads, seed| normal([1, heads, 40, D], seed, &device);
+        let (q, k, v) = (x(4, 7) * scale, x(2, 8), x(2, 9));
+        let site = AttentionSite { layer: 0, start: 0, scale: 1.0 / (D as f64).sqrt(), window: Some(30) };
+        let rows: Vec<_> =
+            read(&scheme, None, &site, &heads(&q), &heads(&k), &heads(&v)).into_iter().flatten().collect();
+        // From the scores' own differences, as E3's second form says: log Σ p e^δ − Σ p δ, in f64 throughout.
+        let kl = |r: &common::Reading| {
+            let logs: Vec<f64> = r.log_p.iter().zip(&r.delta).map(|(p, x)| p + x).collect();
+            let max = logs.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            max + logs.iter().map(|l| (l - max).exp()).sum::<f64>().ln()
+                - r.p.iter().zip(&r.delta).map(|(p, x)| p * x).sum::<f64>()
+        };
+        let expected = rows.iter().map(kl).sum::<f64>() / rows.len() as f64;
+        let cache = QuantizedCache::teacher_forced(scheme, None, 1, &device);
+        let mut probe = LayerProbe::new(vec![cache.layers()]);
+        probe.attend(&site, q, k, v);
+        let found = probe.finish().remove(0);
+        close(found.kl().unwrap(), expected, 1e-4);
+        assert!(found.fisher().unwrap().is_finite());
     }
 }
 

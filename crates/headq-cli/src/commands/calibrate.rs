@@ -1,7 +1,8 @@
 //! `headq calibrate`
 
 use headq::scheme::BaseScheme;
-use headq_lab::artifact::check_writable;
+use headq_lab::artifact::{Output, check_writable};
+use headq_lab::calibrate::check_base;
 use headq_lab::{LabError, calibrate};
 
 use super::Context;
@@ -9,8 +10,9 @@ use crate::args::Calibrate;
 
 pub fn run(context: &Context, args: &Calibrate) -> Result<(), LabError> {
     let base: BaseScheme = args.base.parse().map_err(LabError::Method)?;
-    check_writable(&args.out)?;
     let (loaded, windows) = context.load(&args.model, &args.text)?;
+    check_base(&base, args.text.context, loaded.config().head_dim)?;
+    check_writable(&args.out, Output::Statistics)?;
     let stats = calibrate(
         &loaded.model,
         &loaded.fingerprint,

@@ -1,6 +1,6 @@
 //! `headq eval`
 
-use headq_lab::artifact::{check_writable, write_atomic};
+use headq_lab::artifact::{Output, check_writable, write_atomic};
 use headq_lab::evaluate::{Forget, Request, Sources};
 use headq_lab::{LabError, report};
 
@@ -11,10 +11,10 @@ pub fn run(context: &Context, args: &Eval) -> Result<(), LabError> {
     for scheme in &args.scheme {
         scheme.parse::<headq::Scheme>()?;
     }
-    args.out.as_deref().map_or(Ok(()), check_writable)?;
     let (loaded, windows) = context.load(&args.model, &args.text)?;
     let sources = Sources::load(&args.stats, &args.basis, &loaded.fingerprint)?;
     let schemes = sources.plan_all(&args.scheme, loaded.config(), context.seed())?;
+    args.out.as_deref().map_or(Ok(()), |out| check_writable(out, Output::Report))?;
     let request = Request {
         model: &loaded.model,
         fingerprint: &loaded.fingerprint,

@@ -43,7 +43,7 @@ pub fn run(context: &Context, args: &Inspect) -> Result<(), LabError> {
     for text in &asked {
         let scheme: headq::Scheme = text.parse()?;
         scheme.check(config.head_dim)?;
-        budgets.push((text.clone(), Budget::of(&scheme, &shape, args.context)));
+        budgets.push((text.clone(), Budget::at(&scheme, &shape, args.context)));
     }
     let identity = args.fingerprint.then(|| fingerprint(&args.model, &options)).transpose()?;
     context.print(

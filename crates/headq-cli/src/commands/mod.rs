@@ -87,6 +87,12 @@ impl Context {
             gib(estimate.weights),
             gib(estimate.activations)
         ));
+        if context > model.config.max_position_embeddings {
+            tracing::warn!(
+                "windows of {context} tokens exceed the {} that this model was trained on; expect high perplexities",
+                model.config.max_position_embeddings
+            );
+        }
         if free.is_some_and(|free| free < estimate.total()) {
             tracing::warn!("this machine may not have enough memory; fewer --threads or a smaller --context need less");
         }

@@ -2,7 +2,7 @@
 
 #![allow(dead_code, missing_docs, clippy::unwrap_used)]
 
-use burn::tensor::{Device, Distribution, Tensor, TensorData};
+use burn::tensor::{Device, Tensor, TensorData};
 use half::f16;
 use headq::scheme::{Flush, Quantizer, Scheme, Scope, SideScales};
 use headq::{AttentionSite, Basis};
@@ -25,8 +25,11 @@ pub fn tensor(heads: &[Head], device: &Device) -> Tensor<4> {
 }
 
 pub fn normal(shape: [usize; 4], seed: u64, device: &Device) -> Tensor<4> {
-    device.seed(seed);
-    Tensor::random(shape, Distribution::Normal(0.0, 1.0), device)
+    use rand::{RngExt, SeedableRng};
+    // Not the device's generator, which all test threads share.
+    let mut rng = rand_chacha::ChaCha8Rng::seed_from_u64(seed);
+    let data: Vec<f32> = (0..shape.iter().product()).map(|_| rng.sample(rand_distr::StandardNormal)).collect();
+    Tensor::from_data(TensorData::new(data, shape), device)
 }
 
 /// What numbers that share a range read back as: f16 scale and zero, then the nearest level.
@@ -122,6 +125,8 @@ pub fn matrix(basis: &Basis, flat: TensorData, head: usize) -> Head {
 /// What query t of a head sees: probabilities, the change of each score, and the output, dense and as read from the cache.
 pub struct Reading {
     pub p: Vec<f64>,
+    /// log p, also where p is too small for a number.
+    pub log_p: Vec<f64>,
     pub delta: Vec<f64>,
     pub output: Vec<f64>,
     pub dense_output: Vec<f64>,
@@ -196,7 +201,10 @@ pub fn read(
                             })
                             .collect()
                     };
-                    Reading { output: mix(&p_hat, true), dense_output: mix(&p, false), p, delta }
+                    let max = dense.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                    let log_sum = max + dense.iter().map(|s| (s - max).exp()).sum::<f64>().ln();
+                    let log_p = dense.iter().map(|s| s - log_sum).collect();
+                    Reading { output: mix(&p_hat, true), dense_output: mix(&p, false), p, log_p, delta }
                 })
                 .collect()
         })
