@@ -140,18 +140,13 @@ fn artifact_agrees(
     agrees.map_err(|e| e.to_string()).and_then(|()| same_base(side, base, &artifact.header.base))
 }
 
-/// Whether residuals of the base quantizer `made_with` are those of `base`. The residual window plays no part: it decides when
-/// tokens are coded, not how.
+/// Whether an artifact made with the base quantizer `made_with` serves side codes on `base`.
 fn same_base(side: &SideScheme, base: &BaseScheme, made_with: &str) -> Result<(), String> {
     if !side.family.uses_residual() {
         return Ok(());
     }
     let made: BaseScheme = made_with.parse().map_err(|e: headq::Error| e.to_string())?;
-    let comparable = |mut b: BaseScheme| {
-        b.flush.residual = 0;
-        b
-    };
-    if comparable(made) == comparable(*base) {
+    if made.same_residuals(base) {
         return Ok(());
     }
     Err(format!(
@@ -319,12 +314,14 @@ impl Request<'_> {
         let fits_dense = |d: &DensePart| fits(&d.nll) && d.diagnostics.len() == measured.len();
         let (dense, with_diagnostics): (DensePart, f64) =
             timed(|| part(store, "dense", fits_dense, || self.dense_pass(measured, observer)))?;
+        // What diagnostics cost is the coded schemes' to bear: the dense one has nothing to measure.
+        let coded = schemes.iter().filter(|s| !s.scheme.is_dense()).count().max(1) as f64;
         for (i, planned) in schemes.iter().enumerate() {
             let (nll, seconds): (Vec<f64>, f64) = match planned.scheme.is_dense() {
                 true => (dense.nll.clone(), 0.0),
                 false => timed(|| part(store, &format!("scheme-{i}"), fits, || self.scheme_pass(planned, observer)))?,
             };
-            let diagnostics = dense_seconds.map(|d| (with_diagnostics - d).max(0.0) / schemes.len() as f64);
+            let diagnostics = dense_seconds.map(|d| (with_diagnostics - d).max(0.0) / coded);
             let seconds = diagnostics.map(|d| seconds + d).filter(|_| !planned.scheme.is_dense());
             results.push(self.result(planned, &nll, &dense.nll, dense.diagnostics.get(i), seconds));
         }

@@ -274,12 +274,8 @@ fn slug(text: &str) -> String {
 fn bases_to_calibrate(schemes: &[Scheme]) -> Vec<BaseScheme> {
     let with_side = || schemes.iter().filter_map(|s| Some((s.key?.base, s.key?.side?)));
     let mut bases: Vec<BaseScheme> = Vec::new();
-    let comparable = |mut b: BaseScheme| {
-        b.flush.residual = 0;
-        b
-    };
     for (base, side) in with_side() {
-        if side.family.uses_residual() && !bases.iter().any(|b| comparable(*b) == comparable(base)) {
+        if side.family.uses_residual() && !bases.iter().any(|b| b.same_residuals(&base)) {
             bases.push(base);
         }
     }

@@ -67,7 +67,8 @@ pub fn excess_removed(base: f64, x: f64, dense: f64) -> Option<f64> {
     (base != dense && share.is_finite()).then_some(share)
 }
 
-/// Changes of a score, in nats, up to which f32 probabilities are enough: below e⁻⁸⁷ they are 0, and e³⁰ times that is nothing.
+/// Changes of a score, in nats, up to which f32 probabilities are enough: those below e⁻⁸⁷ are 0, and centred changes of at most
+/// twice this bring them to no more than e⁻²⁷.
 const LARGE_CHANGE: f32 = 30.0;
 
 /// Sums of the diagnostics of one scheme, over layers, heads, queries and windows.

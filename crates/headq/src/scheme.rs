@@ -180,6 +180,15 @@ impl Flush {
     }
 }
 
+impl BaseScheme {
+    /// Whether residuals of this quantizer are those of `other`. The residual window plays no part: it decides when tokens are
+    /// coded, not how.
+    pub fn same_residuals(&self, other: &BaseScheme) -> bool {
+        let windowless = |b: &BaseScheme| BaseScheme { flush: Flush { residual: 0, ..b.flush }, ..*b };
+        windowless(self) == windowless(other)
+    }
+}
+
 impl Sign {
     /// ±1.
     pub fn factor(self) -> f64 {

@@ -130,6 +130,8 @@ pub struct Reading {
     pub delta: Vec<f64>,
     pub output: Vec<f64>,
     pub dense_output: Vec<f64>,
+    /// E6: Σ_j p_tj² ‖v̂_j − v_j‖² / d over coded values, with dense probabilities.
+    pub diagonal: f64,
 }
 
 /// Attention of every query head and token, by E9 and E10: `[heads][tokens]`.
@@ -201,10 +203,18 @@ pub fn read(
                             })
                             .collect()
                     };
+                    let squared_error = |j: usize| -> f64 {
+                        if !is_coded(value_flush.as_ref(), t, j) {
+                            return 0.0;
+                        }
+                        values[j].as_ref().unwrap().iter().zip(&v[kv][j]).map(|(a, b)| (a - b).powi(2)).sum()
+                    };
+                    let diagonal =
+                        p.iter().zip(first..).map(|(p, j)| p * p * squared_error(j)).sum::<f64>() / width as f64;
                     let max = dense.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                     let log_sum = max + dense.iter().map(|s| (s - max).exp()).sum::<f64>().ln();
                     let log_p = dense.iter().map(|s| s - log_sum).collect();
-                    Reading { output: mix(&p_hat, true), dense_output: mix(&p, false), p, log_p, delta }
+                    Reading { output: mix(&p_hat, true), dense_output: mix(&p, false), p, log_p, delta, diagonal }
                 })
                 .collect()
         })
