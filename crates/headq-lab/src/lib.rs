@@ -3,6 +3,7 @@
 pub mod artifact;
 pub mod calibrate;
 mod device;
+pub mod diagnose;
 mod error;
 pub mod evaluate;
 pub mod memory;
