@@ -365,7 +365,7 @@ fn unknown_quantizer() {
 
 #[test]
 fn unknown_option() {
-    scheme_fails("kivi-2(group=8)", &["option 'group'", "known are g, r, sinks, range, meta"]);
+    scheme_fails("kivi-2(group=8)", &["option 'group'", "known are g, r, sinks, range, center, meta"]);
     scheme_fails("kivi-2+query-pca(rank=2,bits=4,size=1)", &["option 'size'", "known are rank, bits"]);
 }
 
@@ -418,7 +418,7 @@ fn side_code_without_a_basis() {
     let start = text.find("[calibrate]").unwrap();
     let end = text.find("[eval]").unwrap();
     world.write("run.toml", text[..start].to_string() + &text[end..]);
-    fails(&world, &["run", "run.toml"], &["need a basis", "[calibrate]"]);
+    fails(&world, &["run", "run.toml"], &["need statistics", "[calibrate]"]);
 }
 
 #[test]

@@ -1,10 +1,10 @@
 //! Calibration: one dense pass over text, from which bases of any family and rank are derived.
 
 use burn::tensor::Tensor;
-use headq::quant::base_read_back;
+use headq::quant::BaseQuantizer;
 use headq::scheme::BaseScheme;
 use headq::stats::LayerStats;
-use headq::{Attention, AttentionSite, QuantizedCache, Scheme};
+use headq::{Attention, AttentionSite, KeyStatistics, QuantizedCache, Scheme};
 use headq_models::{Fingerprint, LanguageModel};
 
 use crate::artifact::{Header, SCHEMA, StatsArtifact};
@@ -12,32 +12,34 @@ use crate::text::Windows;
 use crate::workers::map_in_order;
 use crate::{LabError, Observer, PROGRAM};
 
-/// Dense attention that accumulates the moments of q, k, v and of the base quantizer's residual.
+/// Dense attention that accumulates the moments of q, k, v and, where there are quantizers, of their residuals.
 struct Capture {
     dense: QuantizedCache,
-    base: BaseScheme,
+    /// By layer; empty where no residuals are wanted.
+    quantizers: Vec<BaseQuantizer>,
     layers: Vec<LayerStats>,
 }
 
 impl Capture {
-    fn new(model: &LanguageModel, base: BaseScheme) -> Self {
+    fn new(model: &LanguageModel, quantizers: &[BaseQuantizer]) -> Self {
         let c = model.config();
         Self {
             dense: QuantizedCache::teacher_forced(Scheme::DENSE, None, c.num_layers, &model.device()),
-            base,
+            quantizers: quantizers.to_vec(),
             layers: vec![LayerStats::new(c.num_heads, c.num_kv_heads, c.head_dim); c.num_layers],
         }
     }
 
     /// e = k − B_b(k) over the whole groups after the sinks.
-    fn residual(&self, k: &Tensor<4>) -> Vec<f32> {
-        let flush = self.base.flush;
+    fn residual(&self, layer: usize, k: &Tensor<4>) -> Vec<f32> {
+        let Some(quantizer) = self.quantizers.get(layer) else { return Vec::new() };
+        let flush = quantizer.scheme().flush;
         let groups = k.dims()[2].saturating_sub(flush.sinks) / flush.group;
         if groups == 0 {
             return Vec::new();
         }
-        let k = k.clone().narrow(2, flush.sinks, groups * flush.group);
-        host(k.clone() - base_read_back(&self.base, k))
+        let k = quantizer.shift(k.clone().narrow(2, flush.sinks, groups * flush.group));
+        host(k.clone() - quantizer.read_back(k))
     }
 }
 
@@ -47,7 +49,7 @@ fn host(x: Tensor<4>) -> Vec<f32> {
 
 impl Attention for Capture {
     fn attend(&mut self, site: &AttentionSite, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Tensor<4> {
-        let residual = self.residual(&k);
+        let residual = self.residual(site.layer, &k);
         self.layers[site.layer].add(&host(q.clone()), &host(k.clone()), &residual, &host(v.clone()));
         self.dense.attend(site, q, k, v)
     }
@@ -74,7 +76,8 @@ pub fn check_base(base: &BaseScheme, context: usize, head_dim: usize) -> Result<
 
 /// Streams windows through the model and accumulates statistics in f64.
 ///
-/// Each window's sums are made apart and added in window order, so that the result does not depend on `threads`.
+/// Each window's sums are made apart and added in window order, so that the result does not depend on `threads`. A static base
+/// quantizer takes two passes: its scales come from the first.
 ///
 /// # Errors
 /// If windows are shorter than one group of the base quantizer, a pass gives numbers that are not finite, or on interruption.
@@ -90,29 +93,17 @@ pub fn calibrate(
     let windows: Vec<&[u32]> = texts.iter().flat_map(|t| t.windows.iter().map(Vec::as_slice)).collect();
     let context = windows.first().map_or(0, |w| w.len());
     check_base(&base, context, model.config().head_dim)?;
-    let mut total: Option<Vec<LayerStats>> = None;
-    map_in_order(
-        &format!("calibrating {base}"),
-        windows.len(),
-        threads,
-        observer,
-        || model.clone(),
-        |model, i| {
-            let mut capture = Capture::new(model, base);
-            let ids = model.ids(windows[i], 1, 0)?;
-            // The last layer's attention has been captured when the pass ends; its hidden states are not needed.
-            let _ = model.hidden(ids, 0, &mut capture);
-            match capture.layers.iter().all(LayerStats::is_finite) {
-                true => Ok(capture.layers),
-                false => Err(LabError::NotFinite { scheme: format!("calibrating {base}"), window: i }),
-            }
-        },
-        |_, layers| match &mut total {
-            None => total = Some(layers),
-            Some(total) => total.iter_mut().zip(&layers).for_each(|(t, l)| t.merge(l)),
-        },
-    )?;
-    let layers = total.ok_or_else(|| LabError::Usage("no windows to calibrate on".into()))?;
+    let pass =
+        |what: &str, quantizers: &[BaseQuantizer]| accumulate(what, model, &windows, quantizers, threads, observer);
+    let layers = 0..model.config().num_layers;
+    let quantizers: Vec<BaseQuantizer> = match base.is_static() {
+        false => layers.map(|_| BaseQuantizer::new(base)).collect(),
+        true => {
+            let keys = KeyStatistics::of(&pass(&format!("keys of {base}"), &[])?)?;
+            layers.map(|layer| BaseQuantizer::calibrated(base, &keys, layer, &model.device())).collect()
+        }
+    };
+    let layers = pass(&format!("calibrating {base}"), &quantizers)?;
     let header = Header {
         schema: SCHEMA,
         kind: "statistics".into(),
@@ -127,4 +118,38 @@ pub fn calibrate(
         basis: None,
     };
     Ok(StatsArtifact { header, layers })
+}
+
+/// One dense pass over the windows.
+fn accumulate(
+    what: &str,
+    model: &LanguageModel,
+    windows: &[&[u32]],
+    quantizers: &[BaseQuantizer],
+    threads: usize,
+    observer: &dyn Observer,
+) -> Result<Vec<LayerStats>, LabError> {
+    let mut total: Option<Vec<LayerStats>> = None;
+    map_in_order(
+        what,
+        windows.len(),
+        threads,
+        observer,
+        || model.clone(),
+        |model, i| {
+            let mut capture = Capture::new(model, quantizers);
+            let ids = model.ids(windows[i], 1, 0)?;
+            // The last layer's attention has been captured when the pass ends; its hidden states are not needed.
+            let _ = model.hidden(ids, 0, &mut capture);
+            match capture.layers.iter().all(LayerStats::is_finite) {
+                true => Ok(capture.layers),
+                false => Err(LabError::NotFinite { scheme: what.to_string(), window: i }),
+            }
+        },
+        |_, layers| match &mut total {
+            None => total = Some(layers),
+            Some(total) => total.iter_mut().zip(&layers).for_each(|(t, l)| t.merge(l)),
+        },
+    )?;
+    total.ok_or_else(|| LabError::Usage("no windows to calibrate on".into()))
 }

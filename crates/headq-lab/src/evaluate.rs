@@ -2,11 +2,14 @@
 
 use std::path::Path;
 
+use burn::tensor::Device;
 use headq::basis::Basis;
 use headq::budget::{Budget, HeadShape};
 use headq::metrics::excess_removed;
 use headq::scheme::{BaseScheme, SideScheme};
-use headq::{Attention, Diagnostics, HeadqAttention, LayerProbe, QuantizedCache, Scheme};
+use headq::{
+    Attention, Diagnostics, HeadDiagnostics, HeadqAttention, KeyStatistics, LayerProbe, QuantizedCache, Scheme,
+};
 use headq_models::{Fingerprint, LanguageModel, ModelConfig};
 use serde::{Deserialize, Serialize};
 
@@ -24,6 +27,17 @@ pub struct PlannedScheme {
     pub scheme: Scheme,
     /// Present where the scheme has a side code.
     pub basis: Option<Basis>,
+    /// Present where the base quantizer is static.
+    pub keys: Option<KeyStatistics>,
+}
+
+impl PlannedScheme {
+    /// The scheme's codec of every layer.
+    pub fn modules(&self, layers: usize, device: &Device) -> Vec<HeadqAttention> {
+        let module =
+            |layer| HeadqAttention::calibrated(self.scheme, self.basis.as_ref(), self.keys.as_ref(), layer, device);
+        (0..layers).map(module).collect()
+    }
 }
 
 /// Statistics and bases that schemes may draw on, with the files they came from.
@@ -77,7 +91,22 @@ impl Sources {
             (Some(key), Some(side)) => Some(self.basis(&scheme, &key.base, side, config, seed)?),
             _ => None,
         };
-        Ok(PlannedScheme { asked: asked.trim().to_string(), scheme, basis })
+        let keys = match scheme.key.filter(|key| key.base.is_static()) {
+            None => None,
+            Some(_) => Some(self.key_statistics(&scheme)?),
+        };
+        Ok(PlannedScheme { asked: asked.trim().to_string(), scheme, basis, keys })
+    }
+
+    /// Means and scales of the keys, which are the same whatever base quantizer was calibrated.
+    fn key_statistics(&self, scheme: &Scheme) -> Result<KeyStatistics, LabError> {
+        let Some((path, artifact)) = self.stats.first() else {
+            return Err(LabError::Usage(format!(
+                "scheme '{scheme}' needs means and scales of the keys: give --stats (from headq calibrate)"
+            )));
+        };
+        KeyStatistics::of(&artifact.layers)
+            .map_err(|e| LabError::Artifact { path: path.clone(), reason: e.to_string() })
     }
 
     /// Plans several schemes; a basis artifact that none of them can use is an error.
@@ -291,7 +320,7 @@ pub struct Request<'a> {
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct DensePart {
     nll: Vec<f64>,
-    diagnostics: Vec<Diagnostics>,
+    diagnostics: Vec<HeadDiagnostics>,
 }
 
 impl Request<'_> {
@@ -302,7 +331,7 @@ impl Request<'_> {
     pub fn run(&self, observer: &dyn Observer, store: &dyn PartStore) -> Result<Evaluation, LabError> {
         let mut schemes = self.schemes.to_vec();
         if !schemes.iter().any(|s| s.scheme.is_dense()) {
-            schemes.insert(0, PlannedScheme { asked: "dense".into(), scheme: Scheme::DENSE, basis: None });
+            schemes.insert(0, PlannedScheme { asked: "dense".into(), scheme: Scheme::DENSE, basis: None, keys: None });
         }
         let measured: &[PlannedScheme] = if self.diagnostics { &schemes } else { &[] };
         // The clock needs a dense pass of its own; otherwise diagnostics are taken on the one that is run anyway.
@@ -323,7 +352,13 @@ impl Request<'_> {
             };
             let diagnostics = dense_seconds.map(|d| (with_diagnostics - d).max(0.0) / coded);
             let seconds = diagnostics.map(|d| seconds + d).filter(|_| !planned.scheme.is_dense());
-            results.push(self.result(planned, &nll, &dense.nll, dense.diagnostics.get(i), seconds));
+            results.push(self.result(
+                planned,
+                &nll,
+                &dense.nll,
+                dense.diagnostics.get(i).map(HeadDiagnostics::total).as_ref(),
+                seconds,
+            ));
         }
         let dense_ppl = (dense.nll.iter().sum::<f64>() / dense.nll.len() as f64).exp();
         let base = results.iter().find(|r| r.canonical != Scheme::DENSE.to_string()).map(|r| r.ppl);
@@ -371,21 +406,16 @@ impl Request<'_> {
         }
     }
 
-    fn modules(&self, planned: &PlannedScheme) -> Vec<HeadqAttention> {
-        let device = self.model.device();
-        let layers = self.model.config().num_layers;
-        (0..layers).map(|layer| HeadqAttention::new(planned.scheme, planned.basis.as_ref(), layer, &device)).collect()
-    }
-
     fn dense_pass(&self, measured: &[PlannedScheme], observer: &dyn Observer) -> Result<DensePart, LabError> {
         let windows = self.windows();
-        let mut whole = DensePart { nll: Vec::new(), diagnostics: vec![Diagnostics::default(); measured.len()] };
+        let (layers, device) = (self.model.config().num_layers, self.model.device());
+        let mut whole = DensePart { nll: Vec::new(), diagnostics: vec![HeadDiagnostics::default(); measured.len()] };
         map_in_order(
             "dense",
             windows.len(),
             self.threads,
             observer,
-            || (self.model.clone(), measured.iter().map(|s| self.modules(s)).collect::<Vec<_>>()),
+            || (self.model.clone(), measured.iter().map(|s| s.modules(layers, &device)).collect::<Vec<_>>()),
             |(model, modules), i| {
                 let mut probe = LayerProbe::new(modules.iter().map(Vec::as_slice).collect());
                 let nll = self.losses(model, windows[i], &mut probe)?;
@@ -408,17 +438,7 @@ impl Request<'_> {
             windows.len(),
             self.threads,
             observer,
-            || {
-                (
-                    self.model.clone(),
-                    QuantizedCache::teacher_forced(
-                        planned.scheme,
-                        planned.basis.as_ref(),
-                        layers,
-                        &self.model.device(),
-                    ),
-                )
-            },
+            || (self.model.clone(), QuantizedCache::of(planned.modules(layers, &self.model.device()))),
             |(model, cache), i| self.checked(&planned.asked, i, self.losses(model, windows[i], cache)?),
             |_, nll| whole.extend(nll),
         )?;

@@ -269,8 +269,8 @@ fn slug(text: &str) -> String {
     kept.collect()
 }
 
-/// Bases of the schemes' residuals that must be calibrated: each residual-dependent side scheme's base quantizer, or any one where
-/// queries alone matter.
+/// Base quantizers that must be calibrated: each one whose residuals a side scheme depends on, or any one where queries or keys alone
+/// matter.
 fn bases_to_calibrate(schemes: &[Scheme]) -> Vec<BaseScheme> {
     let with_side = || schemes.iter().filter_map(|s| Some((s.key?.base, s.key?.side?)));
     let mut bases: Vec<BaseScheme> = Vec::new();
@@ -279,8 +279,9 @@ fn bases_to_calibrate(schemes: &[Scheme]) -> Vec<BaseScheme> {
             bases.push(base);
         }
     }
-    match (bases.is_empty(), with_side().next()) {
-        (true, Some((base, _))) => vec![base],
+    let any = schemes.iter().filter_map(|s| s.key).find(|key| key.side.is_some() || key.base.is_static());
+    match (bases.is_empty(), any) {
+        (true, Some(key)) => vec![key.base],
         _ => bases,
     }
 }
@@ -384,7 +385,8 @@ fn planned_calibrations(
         return Err(ModelError::ContextTooLong { needed, limit }.into());
     }
     let covered = |s: &Scheme| given.plan(&s.to_string(), loaded.config(), config.seed).is_ok();
-    let open: Vec<Scheme> = schemes.iter().copied().filter(|s| s.side().is_some() && !covered(s)).collect();
+    let calibrated = |s: &Scheme| s.key.is_some_and(|key| key.side.is_some() || key.base.is_static());
+    let open: Vec<Scheme> = schemes.iter().copied().filter(|s| calibrated(s) && !covered(s)).collect();
     if let Some(scheme) = open.iter().find(|s| s.side().is_some_and(|side| side.family == Family::Learned)) {
         return Err(LabError::Usage(format!(
             "scheme '{scheme}': a learned basis is trained, not calibrated; name its file in eval.basis"
@@ -394,7 +396,7 @@ fn planned_calibrations(
     match (&config.calibrate, bases.first()) {
         (None, Some(base)) => {
             let reason = format!(
-                "schemes on {base} need a basis, and the configuration has no [calibrate] section to derive one from"
+                "schemes on {base} need statistics, and the configuration has no [calibrate] section to take them from"
             );
             return Err(LabError::Usage(reason));
         }

@@ -9,6 +9,7 @@ use burn::tensor::activation::softmax;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
 use crate::codec::{CodedKeys, HeadqAttention, coded_mask, coded_scores};
+use crate::policy::attention_mass;
 use crate::scheme::{Flush, Scheme};
 use crate::seam::{Attention, AttentionSite};
 use crate::{Basis, kernels};
@@ -37,14 +38,8 @@ impl<C> Default for Store<C> {
 }
 
 impl<C> Store<C> {
-    /// Appends dense tokens and codes the groups that the newest token flushes.
-    fn append(
-        &mut self,
-        new: Tensor<4>,
-        flush: Option<Flush>,
-        code: impl FnOnce(Tensor<4>) -> C,
-        join: impl FnOnce(C, C) -> C,
-    ) {
+    /// Appends dense tokens.
+    fn append(&mut self, new: Tensor<4>, flush: Option<Flush>) {
         self.len += new.dims()[2];
         self.tail = Some(match self.tail.take() {
             None => new,
@@ -54,9 +49,21 @@ impl<C> Store<C> {
         if self.sinks.is_none() && flush.sinks > 0 && self.len >= flush.sinks {
             self.sinks = Some(self.tail_range(0..flush.sinks));
         }
-        let flushed = flush.flushed(self.len - 1);
+    }
+
+    /// Codes the groups that are flushed once `len` tokens are there; `code` is given their tokens and the position of the first.
+    fn code_up_to(
+        &mut self,
+        len: usize,
+        flush: Option<Flush>,
+        code: impl FnOnce(Tensor<4>, usize) -> C,
+        join: impl FnOnce(C, C) -> C,
+    ) {
+        let Some(flush) = flush else { return };
+        let flushed = flush.flushed(len - 1);
         if flushed > self.coded_len {
-            let newer = code(self.tail_range(flush.sinks + self.coded_len..flush.sinks + flushed));
+            let start = flush.sinks + self.coded_len;
+            let newer = code(self.tail_range(start..flush.sinks + flushed), start);
             self.coded = Some(match self.coded.take() {
                 None => newer,
                 Some(older) => join(older, newer),
@@ -121,6 +128,8 @@ impl Segments {
 pub struct LayerState {
     keys: Store<CodedKeys>,
     values: Store<Tensor<4>>,
+    /// Attention mass of each token whose value is not coded yet, after the sinks: `[batch, kv_heads, tokens, 1]`; only under `a2`.
+    masses: Option<Tensor<4>>,
 }
 
 impl LayerState {
@@ -149,18 +158,55 @@ impl LayerState {
         self.values.coded.as_ref()
     }
 
+    /// Appends tokens, and codes what they flush; values under `a2` only once [`LayerState::weigh`] has seen the queries.
     pub(crate) fn append(&mut self, module: &HeadqAttention, k: Tensor<4>, v: Tensor<4>) {
-        let code_keys = |x| {
+        let key_flush = module.key_flush();
+        self.keys.append(module.shift_keys(k), key_flush);
+        let code_keys = |x, _| {
             let key = module.scheme.key.as_ref().expect("only coded keys flush");
             module.code_keys(key, x)
         };
-        self.keys.append(k, module.key_flush(), code_keys, CodedKeys::cat);
-        self.values.append(
-            v,
-            module.value_flush(),
-            |x| module.code_values(x),
-            |old, new| Tensor::cat(vec![old, new], 2),
-        );
+        self.keys.code_up_to(self.keys.len, key_flush, code_keys, CodedKeys::cat);
+        self.values.append(v, module.value_flush());
+        if !module.weighs_values() {
+            self.code_values(module, self.values.len);
+        }
+    }
+
+    /// Takes note of a tile's attention probabilities, and codes the values that the tile's newest token flushes.
+    ///
+    /// # Shapes
+    /// - `p`: `[batch, kv_heads, groups · queries, tokens]`, tokens from `first` on
+    pub(crate) fn weigh(&mut self, module: &HeadqAttention, p: &Tensor<4>, queries: &Range<usize>, first: usize) {
+        let Some(flush) = module.value_flush().filter(|_| module.weighs_values()) else { return };
+        let tokens = (flush.sinks + self.values.coded_len).min(queries.end)..queries.end;
+        if tokens.is_empty() {
+            return;
+        }
+        let mass = attention_mass(p, &flush, queries, first, &tokens);
+        let before = self.masses.take().map(|old| {
+            let [b, kv, seen, _] = old.dims();
+            let new = Tensor::zeros([b, kv, tokens.len() - seen, 1], &old.device());
+            Tensor::cat(vec![old, new], 2)
+        });
+        self.masses = Some(match before {
+            None => mass,
+            Some(before) => before + mass,
+        });
+        self.code_values(module, queries.end);
+    }
+
+    /// Codes the values that are flushed once `len` tokens are there.
+    fn code_values(&mut self, module: &HeadqAttention, len: usize) {
+        let flush = module.value_flush();
+        let masses = &mut self.masses;
+        let code = |x: Tensor<4>, start| {
+            let (coded, all) = (x.dims()[2], masses.as_ref().map_or(0, |m| m.dims()[2]));
+            let own = masses.as_ref().map(|m| m.clone().narrow(2, 0, coded));
+            *masses = masses.take().filter(|_| all > coded).map(|m| m.narrow(2, coded, all - coded));
+            module.code_values(x, start, own)
+        };
+        self.values.code_up_to(len, flush, code, |old, new| Tensor::cat(vec![old, new], 2));
     }
 
     pub(crate) fn trim(&mut self, module: &HeadqAttention) {
@@ -265,6 +311,7 @@ impl HeadqAttention {
                 let grouped = grouped_queries(site, &q, kv_heads, &queries);
                 let scores = self.scores(state, &grouped, &queries, tokens.start);
                 let p = probabilities(site, scores, &queries, &tokens);
+                state.weigh(self, &p, &queries, tokens.start);
                 let [b, heads, _, d] = q.dims();
                 self.read_values(state, p, &queries, tokens.start).reshape([b, heads, queries.len(), d])
             })
@@ -390,9 +437,18 @@ impl QuantizedCache {
     /// # Panics
     /// As [`HeadqAttention::new`].
     pub fn streaming(scheme: Scheme, basis: Option<&Basis>, layers: usize, device: &Device) -> Self {
-        let mut cache = Self::teacher_forced(scheme, basis, layers, device);
-        cache.states = Some(vec![LayerState::default(); layers]);
-        cache
+        Self::streaming_of(Self::teacher_forced(scheme, basis, layers, device).layers)
+    }
+
+    /// Modules made elsewhere, by layer; each call is a whole sequence.
+    pub fn of(layers: Vec<HeadqAttention>) -> Self {
+        Self { layers, states: None }
+    }
+
+    /// The same, but tokens are kept from call to call: decoding.
+    pub fn streaming_of(layers: Vec<HeadqAttention>) -> Self {
+        let states = Some(vec![LayerState::default(); layers.len()]);
+        Self { layers, states }
     }
 
     /// The modules, by layer.

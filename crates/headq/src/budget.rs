@@ -1,13 +1,13 @@
 //! What a scheme stores, in bits and bytes, all in.
 //!
-//! *Code bits* are bits per coded element: codes, scales, zeros and side codes. *Cache bits* are the mean bits per element of
+//! *Code bits* are bits per coded element: codes, scales, zeros, side codes and maps. *Cache bits* are the mean bits per element of
 //! everything a cache holds at a context, dense window, half-filled group and sinks included at 16 bits each. *Bytes per token*
 //! are cache bits times the elements that one token has in the whole model. A sliding window bounds what is read, not what is held:
 //! caches here keep all tokens, and are accounted so.
 
 use serde::{Deserialize, Serialize};
 
-use crate::quant::Axis;
+use crate::quant::{Axis, BaseQuantizer, value_stored_bits};
 use crate::scheme::{Flush, KeyScheme, Scheme, Scope};
 
 /// Bits of a dense element: caches of full precision hold half floats.
@@ -48,7 +48,7 @@ pub struct Budget {
 
 /// Code bits per coded key element.
 pub fn key_code_bits(key: &KeyScheme, shape: &HeadShape) -> f64 {
-    let base = f64::from(key.base.bits) + Axis::of_key(&key.base).meta_bits(shape.head_dim, key.base.meta);
+    let base = BaseQuantizer::stored_bits(&key.base, shape.head_dim);
     let side = key.side.map_or(0.0, |side| {
         let copies = match side.scope {
             Scope::KvHead => 1.0,
@@ -75,10 +75,7 @@ impl Budget {
     /// The budget of `scheme` in windows of `context` tokens, of which all but the last are evaluated query positions.
     pub fn of(scheme: &Scheme, shape: &HeadShape, context: usize) -> Self {
         let key_bits = scheme.key.as_ref().map_or(DENSE_BITS, |k| key_code_bits(k, shape));
-        let value_bits = scheme
-            .value
-            .as_ref()
-            .map_or(DENSE_BITS, |v| f64::from(v.bits) + Axis::Channels(v.channels).meta_bits(shape.head_dim, v.meta));
+        let value_bits = scheme.value.as_ref().map_or(DENSE_BITS, |v| value_stored_bits(v, shape.head_dim));
         let positions = context.saturating_sub(1).max(1);
         let keys = mean_bits(key_bits, scheme.key.map(|k| k.base.flush), positions);
         let values = mean_bits(value_bits, scheme.value.map(|v| v.flush(scheme.key.as_ref())), positions);
@@ -129,6 +126,14 @@ mod tests {
             assert!((budget(scheme, 512).key_bits - bits).abs() < 1e-12, "{scheme}");
         }
         assert_eq!(budget("dense/token-2(c=32)", 512).value_bits, 3.0);
+        // Static scales and means are part of the model; a rotated token has one scale for c channels, and no zero.
+        for (scheme, bits) in [("grid-3(c=1,center)", 3.0), ("rotated-2", 2.25), ("rotated-2(c=16)", 3.0)] {
+            assert_eq!(budget(scheme, 512).key_bits, bits, "{scheme}");
+        }
+        // One bit in the map for the 64 elements of each token and head.
+        for policy in ["a2", "mse", "random", "recency"] {
+            assert_eq!(budget(&format!("dense/{policy}-2(c=32)"), 512).value_bits, 3.0 + 1.0 / 64.0, "{policy}");
+        }
         assert_eq!(budget("dense", 512).cache_bits, 16.0);
         assert_eq!(budget("dense", 512).bytes_per_token, 23040.0);
     }

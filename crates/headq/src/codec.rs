@@ -4,8 +4,10 @@ use burn::module::{Module, Param};
 use burn::tensor::{Bool, Device, Tensor, TensorData};
 
 use crate::basis::Basis;
-use crate::quant::{base_read_back, side_read_back, value_read_back};
-use crate::scheme::{Flush, KeyScheme, Scheme};
+use crate::policy::{self, Place};
+use crate::quant::{BaseQuantizer, side_read_back};
+use crate::scheme::{Flush, KeyScheme, Policy, Scheme};
+use crate::stats::KeyStatistics;
 
 /// Keys as read from codes: the base reconstruction and the side code, never summed (E9).
 #[derive(Debug, Clone)]
@@ -23,18 +25,41 @@ pub struct HeadqAttention {
     pub(crate) encoder: Option<Param<Tensor<3>>>,
     /// U: `[side_heads, head_dim, rank]`; `None` where the scheme has no side code.
     pub(crate) decoder: Option<Param<Tensor<3>>>,
+    /// B_b; `None` where keys are dense.
+    pub(crate) base: Option<BaseQuantizer>,
     #[module(skip)]
     pub(crate) scheme: Scheme,
+    #[module(skip)]
+    pub(crate) layer: usize,
 }
 
 impl HeadqAttention {
     /// The module of `layer`, with its basis where the scheme has a side code.
     ///
     /// # Panics
-    /// If the scheme has a side code and `basis` is `None` or of another rank: [`crate::Basis::check`] reports that as an error.
+    /// If the scheme has a side code and `basis` is `None` or of another rank: [`crate::Basis::check`] reports that as an error. If
+    /// the base quantizer is static: use [`HeadqAttention::calibrated`].
     pub fn new(scheme: Scheme, basis: Option<&Basis>, layer: usize, device: &Device) -> Self {
+        Self::calibrated(scheme, basis, None, layer, device)
+    }
+
+    /// The same with statistics of the keys, which static base quantizers need ([`crate::scheme::BaseScheme::is_static`]).
+    ///
+    /// # Panics
+    /// As [`HeadqAttention::new`], and if the base quantizer is static and `keys` is `None`.
+    pub fn calibrated(
+        scheme: Scheme,
+        basis: Option<&Basis>,
+        keys: Option<&KeyStatistics>,
+        layer: usize,
+        device: &Device,
+    ) -> Self {
+        let base = scheme.key.map(|key| match keys {
+            Some(keys) => BaseQuantizer::calibrated(key.base, keys, layer, device),
+            None => BaseQuantizer::new(key.base),
+        });
         let Some(side) = scheme.side() else {
-            return Self { encoder: None, decoder: None, scheme };
+            return Self { encoder: None, decoder: None, base, scheme, layer };
         };
         let basis = basis.expect("a scheme with a side code comes with a basis");
         assert_eq!(basis.rank, side.rank, "the basis has the rank that the scheme names");
@@ -42,7 +67,9 @@ impl HeadqAttention {
         Self {
             encoder: (!basis.is_tied()).then(|| param(basis.encoder_of(layer))),
             decoder: Some(param(basis.decoder_of(layer))),
+            base,
             scheme,
+            layer,
         }
     }
 
@@ -66,13 +93,24 @@ impl HeadqAttention {
         self.scheme.value.map(|v| v.flush(self.scheme.key.as_ref()))
     }
 
-    /// Codes whole groups of keys and reads them back.
+    /// Keys as the cache holds them: less their calibrated mean under `center`, which no softmax can see.
     ///
     /// # Shapes
-    /// - `keys`: `[batch, kv_heads, groups · G, head_dim]`
+    /// `[batch, kv_heads, tokens, head_dim]`, in and out
+    pub fn shift_keys(&self, keys: Tensor<4>) -> Tensor<4> {
+        match &self.base {
+            None => keys,
+            Some(base) => base.shift(keys),
+        }
+    }
+
+    /// Codes whole groups of shifted keys and reads them back.
+    ///
+    /// # Shapes
+    /// - `keys`: `[batch, kv_heads, groups · G, head_dim]`, as [`HeadqAttention::shift_keys`] returns them
     pub fn code_keys(&self, key: &KeyScheme, keys: Tensor<4>) -> CodedKeys {
         // Under autodiff the base code passes gradients straight through, so that inside its range e has none.
-        let base = base_read_back(&key.base, keys.clone());
+        let base = self.base.as_ref().expect("coded keys have a base quantizer").read_back(keys.clone());
         let side = key.side.as_ref().map(|side| {
             let decoder = self.decoder.as_ref().expect("a side code has a decoder").val();
             let encoder = self.encoder.as_ref().map_or(decoder, |e| e.val());
@@ -92,12 +130,26 @@ impl HeadqAttention {
         e.matmul(w).reshape([b, side_heads, n, r])
     }
 
-    /// Codes whole groups of values and reads them back: `[batch, kv_heads, groups · G, head_dim]`.
-    pub fn code_values(&self, values: Tensor<4>) -> Tensor<4> {
-        match &self.scheme.value {
+    /// Codes whole groups of values and reads them back.
+    ///
+    /// # Shapes
+    /// - `values`: `[batch, kv_heads, groups · G, head_dim]`, in and out; the first token stands at position `start`
+    /// - `masses`: `[batch, kv_heads, groups · G, 1]`, the attention mass of each token before its flush, for the policy `a2`
+    ///
+    /// # Panics
+    /// If the policy is `a2` and `masses` is `None`.
+    pub fn code_values(&self, values: Tensor<4>, start: usize, masses: Option<Tensor<4>>) -> Tensor<4> {
+        match self.scheme.value.as_ref().zip(self.value_flush()) {
             None => values,
-            Some(value) => value_read_back(value, values),
+            Some((value, flush)) => {
+                policy::read_back(value, flush.group, values, masses, Place { layer: self.layer, start })
+            }
         }
+    }
+
+    /// Whether values are coded by how much they were attended to, so that queries must be read before values are coded.
+    pub(crate) fn weighs_values(&self) -> bool {
+        self.scheme.value.is_some_and(|v| v.policy == Policy::A2)
     }
 
     /// U ẑ of coded keys, `[batch, kv_heads, tokens, head_dim]`: for E4 of what base and side code stand for, never for scores.

@@ -20,6 +20,12 @@ pub enum Error {
         /// What does not fit.
         reason: String,
     },
+    /// Means and scales of keys cannot be derived.
+    #[error("statistics of keys: {reason}")]
+    Keys {
+        /// What is missing or wrong.
+        reason: String,
+    },
     /// A basis family cannot be derived.
     #[error("basis {family}: {reason}")]
     Basis {

@@ -184,6 +184,16 @@ pub(crate) fn fisher_and_kl_of_scores(s: &[f32], x: &[f32]) -> (f64, f64) {
     (0.5 * square, (after - before - mean).max(0.0))
 }
 
+/// −Σ p ln p, in nats.
+pub(crate) fn entropy(p: &[f32]) -> f64 {
+    p.iter().filter(|p| **p > 0.0).map(|&p| -f64::from(p) * f64::from(p.ln())).sum()
+}
+
+/// Index of the largest element; of equals, the first.
+pub(crate) fn first_largest(x: &[f32]) -> usize {
+    (1..x.len()).fold(0, |best, i| if x[i] > x[best] { i } else { best })
+}
+
 /// e^x − 1 − x of one number.
 pub(crate) fn excess(x: f64) -> f64 {
     exp_excess(x)

@@ -11,6 +11,8 @@
 //! |---|---|
 //! | [`scheme`] | the written form of a scheme; everything that decides its codes |
 //! | [`quant`] | base, side and value quantizers |
+//! | [`gaussian`], [`rotation`] | what static and rotated grids are made of |
+//! | [`policy`] | which tokens' values get more bits |
 //! | [`stats`], [`basis`] | second moments of queries and residuals; bases derived from them |
 //! | [`codec`], [`attention`] | one layer's codec and attention as a Burn module; a whole model's cache |
 //! | [`metrics`] | score, attention, storage and readout errors E1–E8 |
@@ -25,9 +27,12 @@ pub mod basis;
 pub mod budget;
 pub mod codec;
 mod error;
+pub mod gaussian;
 pub mod kernels;
 pub mod metrics;
+pub mod policy;
 pub mod quant;
+pub mod rotation;
 pub mod scheme;
 mod seam;
 pub mod stats;
@@ -36,10 +41,10 @@ pub use attention::{LayerState, QuantizedCache};
 pub use basis::Basis;
 pub use codec::HeadqAttention;
 pub use error::Error;
-pub use metrics::{Diagnostics, LayerProbe};
+pub use metrics::{Diagnostics, HeadDiagnostics, LayerProbe, QueryReading, QuerySink};
 pub use scheme::Scheme;
 pub use seam::{Attention, AttentionSite, DenseAttention, dense_attention, repeat_kv};
-pub use stats::{LayerStats, Moments};
+pub use stats::{KeyStatistics, LayerStats, Moments};
 
 /// Standard normal numbers for unit tests.
 #[cfg(test)]

@@ -1,11 +1,16 @@
 //! Quantizers: what turns keys, values and side coefficients into codes and back.
 //!
-//! All of them are asymmetric uniform quantizers x̂ = zero + code · scale; they differ in what shares a range. To add one, give it a
-//! name in [`crate::scheme::Quantizer`] and say in `Axis::of_key` what shares its ranges.
+//! `kivi`, `token`, side codes and values are asymmetric uniform quantizers x̂ = zero + code · scale; they differ in what shares a
+//! range. `grid` has fixed steps, `rotated` fixed levels for each token's scale. To add one, give it a name in
+//! [`crate::scheme::Quantizer`], an arm in [`BaseQuantizer::read_back`] and what it stores in [`BaseQuantizer::stored_bits`].
 
-use burn::tensor::{Bool, DType, FloatDType, Tensor};
+use burn::module::Module;
+use burn::tensor::{Bool, DType, Device, FloatDType, Int, Tensor, TensorData};
 
+use crate::gaussian::{lloyd_max, uniform_step};
+use crate::rotation::rotation;
 use crate::scheme::{BaseScheme, Meta, Quantizer, SideScales, SideScheme, ValueScheme};
+use crate::stats::KeyStatistics;
 
 /// Uniform codes with their scale and zero, each broadcastable against the others.
 #[derive(Debug, Clone)]
@@ -84,13 +89,11 @@ impl<const D: usize> Affine<D> {
 /// Forward: exactly `x̂`. Backward, where `x` is part of an autodiff graph: identity inside the clip range, zero outside; scale and
 /// zero are constants (DESIGN §5).
 fn read_back<const D: usize>(x: Tensor<D>, axis: usize, bits: u32, range: f32, meta: Meta) -> Tensor<D> {
-    if !x.is_autodiff() {
-        return Affine::quantize(x, axis, bits, range, meta).dequantize();
-    }
-    let fixed = x.clone().detach();
-    let affine = Affine::quantize(fixed.clone(), axis, bits, range, meta);
-    let inside = affine.inside(fixed.clone()).float().cast(float_dtype(fixed.dtype()));
-    affine.dequantize().detach() + inside.detach() * (x - fixed)
+    straight_through(x, |x| {
+        let affine = Affine::quantize(x.clone(), axis, bits, range, meta);
+        let inside = affine.inside(x);
+        (affine.dequantize(), inside)
+    })
 }
 
 /// What shares one range, in a block of whole groups `[batch, heads, groups · G, width]`.
@@ -103,13 +106,6 @@ pub(crate) enum Axis {
 }
 
 impl Axis {
-    pub(crate) fn of_key(base: &BaseScheme) -> Self {
-        match base.quantizer {
-            Quantizer::Kivi => Axis::Group(base.flush.group),
-            Quantizer::Token => Axis::Channels(base.channels),
-        }
-    }
-
     pub(crate) fn of_side(side: &SideScheme, group: usize) -> Self {
         match side.scales {
             SideScales::Group => Axis::Group(group),
@@ -139,12 +135,167 @@ impl Axis {
     }
 }
 
-/// Base reconstruction k̂ = B_b(k) of whole groups.
-///
-/// # Shapes
-/// `[batch, kv_heads, groups · G, head_dim]`, in and out
-pub fn base_read_back(base: &BaseScheme, keys: Tensor<4>) -> Tensor<4> {
-    Axis::of_key(base).read_back(keys, base.bits, base.range, base.meta)
+/// A base quantizer B_b, ready for the keys of one layer.
+#[derive(Module, Debug)]
+pub struct BaseQuantizer {
+    /// μ of `center`: `[1, kv_heads, 1, head_dim]`.
+    offset: Option<Tensor<4>>,
+    /// Δ of `grid`: `[1, kv_heads, 1, head_dim]`.
+    step: Option<Tensor<4>>,
+    #[module(skip)]
+    base: BaseScheme,
+}
+
+impl BaseQuantizer {
+    /// A quantizer that needs no calibration.
+    ///
+    /// # Panics
+    /// If it does ([`BaseScheme::is_static`]): use [`BaseQuantizer::calibrated`].
+    pub fn new(base: BaseScheme) -> Self {
+        assert!(!base.is_static(), "{base} needs statistics of the keys");
+        Self { offset: None, step: None, base }
+    }
+
+    /// A quantizer with the means and scales of one layer's keys, as far as it needs them.
+    pub fn calibrated(base: BaseScheme, keys: &KeyStatistics, layer: usize, device: &Device) -> Self {
+        let tensor =
+            |values: Vec<f32>| Tensor::from_data(TensorData::new(values, [1, keys.kv_heads, 1, keys.head_dim]), device);
+        let spread = if base.center { &keys.deviation } else { &keys.rms };
+        Self {
+            offset: base.center.then(|| tensor(keys.layer(&keys.mean, layer).to_vec())),
+            step: (base.quantizer == Quantizer::Grid)
+                .then(|| tensor(grid_steps(&base, keys.layer(spread, layer), keys.head_dim))),
+            base,
+        }
+    }
+
+    /// The scheme that it follows.
+    pub fn scheme(&self) -> &BaseScheme {
+        &self.base
+    }
+
+    /// Keys as the cache holds them, dense ones too: k − μ under `center`, k otherwise. Attention cannot tell them apart.
+    ///
+    /// # Shapes
+    /// `[batch, kv_heads, tokens, head_dim]`, in and out
+    pub fn shift(&self, keys: Tensor<4>) -> Tensor<4> {
+        match &self.offset {
+            None => keys,
+            Some(offset) => {
+                let dtype = float_dtype(keys.dtype());
+                keys - offset.clone().cast(dtype)
+            }
+        }
+    }
+
+    /// Base reconstruction k̂ = B_b(k) of whole groups of shifted keys, with the straight-through gradient.
+    ///
+    /// # Shapes
+    /// `[batch, kv_heads, groups · G, head_dim]`, in and out
+    pub fn read_back(&self, keys: Tensor<4>) -> Tensor<4> {
+        let base = &self.base;
+        match base.quantizer {
+            Quantizer::Kivi => Axis::Group(base.flush.group).read_back(keys, base.bits, base.range, base.meta),
+            Quantizer::Token => Axis::Channels(base.channels).read_back(keys, base.bits, base.range, base.meta),
+            Quantizer::Grid => {
+                let step = self.step.clone().expect("a grid is made with its steps");
+                straight_through(keys, |keys| grid(keys, step, base.bits))
+            }
+            Quantizer::Rotated => rotated(keys, base),
+        }
+    }
+
+    /// Code bits per key element: the codes and their stored scales and zeros. What is fixed by calibration is part of the model.
+    pub fn stored_bits(base: &BaseScheme, head_dim: usize) -> f64 {
+        let bits = f64::from(base.bits);
+        let channels = base.channels.unwrap_or(head_dim) as f64;
+        match base.quantizer {
+            Quantizer::Kivi => bits + Axis::Group(base.flush.group).meta_bits(head_dim, base.meta),
+            Quantizer::Token => bits + Axis::Channels(base.channels).meta_bits(head_dim, base.meta),
+            Quantizer::Grid => bits,
+            // One scale, no zero.
+            Quantizer::Rotated => bits + base.meta.bits() / channels,
+        }
+    }
+}
+
+/// Δ of each channel of a layer's heads, `[kv_heads, head_dim]`: the best step for a unit Gaussian times ρ times the root mean square
+/// of `spread` over the c channels that share it.
+fn grid_steps(base: &BaseScheme, spread: &[f32], head_dim: usize) -> Vec<f32> {
+    let channels = base.channels.unwrap_or(head_dim);
+    let unit = uniform_step(base.bits) * f64::from(base.range);
+    let step = |shared: &[f32]| {
+        let mean_square = shared.iter().map(|&s| f64::from(s).powi(2)).sum::<f64>() / channels as f64;
+        (unit * mean_square.sqrt()) as f32
+    };
+    spread.chunks(channels).flat_map(|shared| vec![step(shared); channels]).collect()
+}
+
+/// Forward: exactly what `code` reads back. Backward, where `x` is part of an autodiff graph: identity where `code` says that x lies
+/// inside the clip range, zero outside (DESIGN §5).
+fn straight_through<const D: usize>(
+    x: Tensor<D>,
+    code: impl FnOnce(Tensor<D>) -> (Tensor<D>, Tensor<D, Bool>),
+) -> Tensor<D> {
+    if !x.is_autodiff() {
+        return code(x).0;
+    }
+    let fixed = x.clone().detach();
+    let dtype = float_dtype(fixed.dtype());
+    let (read, inside) = code(fixed.clone());
+    read.detach() + inside.float().cast(dtype).detach() * (x - fixed)
+}
+
+/// (⌊x/Δ⌋ + ½)Δ on 2^bits levels symmetric about 0, and where x lies inside them.
+fn grid(x: Tensor<4>, step: Tensor<4>, bits: u32) -> (Tensor<4>, Tensor<4, Bool>) {
+    let half = f64::from(1u32 << (bits - 1));
+    let step = step.cast(float_dtype(x.dtype()));
+    let divisor = step.clone().mask_fill(step.clone().equal_scalar(0.0), 1.0);
+    let codes = (x.clone() / divisor).floor().clamp(-half, half - 1.0);
+    let inside = x.clone().abs().lower_equal(step.clone().mul_scalar(half).expand(x.shape()));
+    ((codes + 0.5) * step, inside)
+}
+
+/// Rotated, each token's c neighbouring channels divided by their root mean square, the nearest Lloyd–Max level taken, and back.
+fn rotated(keys: Tensor<4>, base: &BaseScheme) -> Tensor<4> {
+    let [b, h, n, d] = keys.dims();
+    let (g, c) = (base.flush.group, base.channels.unwrap_or(d));
+    let device = keys.device();
+    let matrix: Vec<f32> = rotation(d).into_iter().map(|v| v as f32).collect();
+    let matrix = Tensor::<5>::from_data(TensorData::new(matrix, [1, 1, 1, d, d]), &device);
+    let matrix = matrix.cast(float_dtype(keys.dtype())).expand([b, h, n / g, d, d]);
+    // One product for each group, so that a group's codes do not depend on how many groups are coded together.
+    let turned = keys.reshape([b, h, n / g, g, d]).matmul(matrix.clone());
+    let read = straight_through(turned.reshape([b, h, n, d / c, c]), |x| {
+        let scale = stored(x.clone().square().mean_dim(4).sqrt(), base.meta);
+        let divisor = scale.clone().mask_fill(scale.clone().equal_scalar(0.0), 1.0);
+        let (levels, inside) = nearest_gaussian_level(x / divisor, base.bits);
+        (levels * scale, inside)
+    });
+    read.reshape([b, h, n / g, g, d]).matmul(matrix.swap_dims(3, 4)).reshape([b, h, n, d])
+}
+
+/// The nearest Lloyd–Max level of each number, and where it lies between the outermost levels.
+fn nearest_gaussian_level<const D: usize>(x: Tensor<D>, bits: u32) -> (Tensor<D>, Tensor<D, Bool>) {
+    let table = lloyd_max(bits);
+    let (shape, device, dtype) = (x.shape(), x.device(), float_dtype(x.dtype()));
+    let row = |values: &[f64]| -> Tensor<1> {
+        let values: Vec<f32> = values.iter().map(|&v| v as f32).collect();
+        let length = values.len();
+        Tensor::<1>::from_data(TensorData::new(values, [length]), &device).cast(dtype)
+    };
+    let outermost = table.levels[table.levels.len() - 1];
+    let inside = x.clone().abs().lower_equal_scalar(outermost);
+    let flat: Tensor<1> = x.flatten(0, D - 1);
+    // Binary search: each round halves the 2^bits candidates that begin at `low`.
+    let thresholds = row(&table.thresholds);
+    let mut low: Tensor<1, Int> = Tensor::zeros(flat.dims(), &device);
+    for round in (0..bits).rev() {
+        let half = 1i64 << round;
+        let middle = thresholds.clone().select(0, low.clone().add_scalar(half - 1));
+        low = low + flat.clone().greater(middle).int().mul_scalar(half);
+    }
+    (row(&table.levels).select(0, low).reshape(shape), inside)
 }
 
 /// Side reconstruction ẑ = Q_s(z) of whole groups of G tokens.
@@ -155,12 +306,18 @@ pub fn side_read_back(side: &SideScheme, group: usize, meta: Meta, z: Tensor<4>)
     Axis::of_side(side, group).read_back(z, side.bits, 1.0, meta)
 }
 
-/// Value reconstruction v̂ of whole groups.
+/// Value reconstruction at a number of bits.
 ///
 /// # Shapes
 /// `[batch, kv_heads, tokens, head_dim]`, in and out
-pub fn value_read_back(value: &ValueScheme, values: Tensor<4>) -> Tensor<4> {
-    Axis::Channels(value.channels).read_back(values, value.bits, value.range, value.meta)
+pub(crate) fn value_read_back_at(value: &ValueScheme, bits: u32, values: Tensor<4>) -> Tensor<4> {
+    Axis::Channels(value.channels).read_back(values, bits, value.range, value.meta)
+}
+
+/// Code bits per value element: codes, scales and zeros, and the map that says which token has how many bits.
+pub fn value_stored_bits(value: &ValueScheme, head_dim: usize) -> f64 {
+    let map = if value.policy.mixed() { 1.0 / head_dim as f64 } else { 0.0 };
+    f64::from(value.bits) + Axis::Channels(value.channels).meta_bits(head_dim, value.meta) + map
 }
 
 #[cfg(test)]
@@ -191,7 +348,7 @@ mod tests {
         for bits in 1..=8 {
             let base = format!("kivi-{bits}(g=8,r=0)").parse::<BaseScheme>().unwrap();
             let x = crate::normal([2, 3, 24, 5], 3, &device) * 2.0 + 1.0;
-            let read = base_read_back(&base, x.clone());
+            let read = BaseQuantizer::new(base).read_back(x.clone());
             let (x, read): (Vec<f32>, Vec<f32>) = (x.try_into_vec_as().unwrap(), read.try_into_vec_as().unwrap());
             for bh in 0..6 {
                 for group in 0..3 {
@@ -212,7 +369,7 @@ mod tests {
         let device = Device::flex();
         let base = "token-3(c=4,r=0)".parse::<BaseScheme>().unwrap();
         let x = crate::normal([1, 2, 3, 8], 4, &device);
-        let read: Vec<f32> = base_read_back(&base, x.clone()).try_into_vec_as().unwrap();
+        let read: Vec<f32> = BaseQuantizer::new(base).read_back(x.clone()).try_into_vec_as().unwrap();
         let x: Vec<f32> = x.try_into_vec_as().unwrap();
         for (x, read) in x.chunks(4).zip(read.chunks(4)) {
             for (expected, found) in brute_force(x, 3).into_iter().zip(read) {
@@ -229,7 +386,7 @@ mod tests {
             TensorData::new(vec![0.1f32, 1e9, 0.1, -1e9, 0.1, 0.0, 0.1, 5.0], [1, 1, 4, 2]),
             &device,
         );
-        let read: Vec<f32> = base_read_back(&base, x).try_into_vec_as().unwrap();
+        let read: Vec<f32> = BaseQuantizer::new(base).read_back(x).try_into_vec_as().unwrap();
         assert!(read.iter().all(|v| v.is_finite()));
         let tenth = f16::from_f32(0.1).to_f32();
         assert!(read.iter().step_by(2).all(|&v| v == tenth), "a constant channel is its zero: {read:?}");
@@ -240,7 +397,7 @@ mod tests {
         let device = Device::flex();
         let base = "kivi-8(g=3,r=0,range=0.5,meta=f32)".parse::<BaseScheme>().unwrap();
         let x = Tensor::<4>::from_data(TensorData::new(vec![-4.0f32, 1.0, 8.0], [1, 1, 3, 1]), &device);
-        let read: Vec<f32> = base_read_back(&base, x).try_into_vec_as().unwrap();
+        let read: Vec<f32> = BaseQuantizer::new(base).read_back(x).try_into_vec_as().unwrap();
         assert!((read[0] + 1.0).abs() < 1e-5 && (read[2] - 5.0).abs() < 1e-5, "{read:?}");
         assert!((read[1] - 1.0).abs() <= 6.0 / 255.0 / 2.0 + 1e-6);
     }
@@ -251,8 +408,8 @@ mod tests {
         let base = "kivi-2(g=4,r=0,range=0.6)".parse::<BaseScheme>().unwrap();
         let data = TensorData::new(vec![-3.0f32, -0.4, 0.7, 3.0], [1, 1, 4, 1]);
         let x = Tensor::<4>::from_data(data.clone(), &plain.clone().autodiff()).require_grad();
-        let read = base_read_back(&base, x.clone());
-        let inference = base_read_back(&base, Tensor::from_data(data, &plain)).to_data();
+        let read = BaseQuantizer::new(base).read_back(x.clone());
+        let inference = BaseQuantizer::new(base).read_back(Tensor::from_data(data, &plain)).to_data();
         assert_eq!(read.clone().inner().to_data(), inference, "forward is the inference path, bit for bit");
         let weights =
             Tensor::<4>::from_data(TensorData::new(vec![1.0f32, 2.0, 3.0, 4.0], [1, 1, 4, 1]), &plain).autodiff();

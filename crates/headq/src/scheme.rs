@@ -5,7 +5,7 @@
 //! key     = "dense" | base [ "+" side ]
 //! base    = NAME "-" BITS [ "(" options ")" ]
 //! side    = FAMILY "(" options ")"
-//! value   = "dense" | "token-" BITS [ "(" options ")" ]
+//! value   = "dense" | POLICY "-" BITS [ "(" options ")" ]
 //! ```
 //!
 //! Parsing and printing round-trip: `Scheme::from_str(&scheme.to_string())` gives the same scheme, and a scheme written with all
@@ -45,10 +45,12 @@ pub struct BaseScheme {
     pub bits: u32,
     /// When tokens are coded.
     pub flush: Flush,
-    /// Channels that share one scale (`token` only); `None` is the head width.
+    /// Channels that share one scale (not `kivi`); `None` is the head width.
     pub channels: Option<usize>,
     /// Factor ρ on the half-width of each min/max range, in (0, 1]; values outside are clipped.
     pub range: f32,
+    /// Whether the calibrated mean of each head's keys is subtracted from every key and never added back, which attention cannot see.
+    pub center: bool,
     /// How scales and zeros are stored.
     pub meta: Meta,
 }
@@ -72,6 +74,12 @@ pub enum Quantizer {
     Kivi,
     /// Per token over groups of c channels, asymmetric min/max.
     Token,
+    /// Static uniform grid ±½Δ, ±3⁄2Δ, …: Δ is the best step for a Gaussian of the standard deviation that c channels were calibrated
+    /// to have, so that no scales are stored. Not equivariant to shifts.
+    Grid,
+    /// Randomized Hadamard rotation, then per token a Lloyd–Max grid for a Gaussian, with one scale for c rotated channels (QuaRot,
+    /// arXiv:2404.00456; TurboQuant, arXiv:2504.19874).
+    Rotated,
 }
 
 /// Width of stored scales and zeros.
@@ -148,10 +156,31 @@ pub enum Scope {
     QueryHead,
 }
 
+/// How many bits each token's value gets.
+///
+/// All but `token` give the half of each group of G tokens that comes first by some measure one bit more than the mean, and the other
+/// half one bit less; a map of one bit per token and head says which.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Policy {
+    /// All the same.
+    Token,
+    /// Tokens with the largest attention mass w_j = Σ_t p̂_tj², summed over the query heads that share the KV head and over the
+    /// queries before the flush.
+    A2,
+    /// Tokens with the largest squared error at the mean bits; a control.
+    Mse,
+    /// A pseudo-random half, fixed by layer, head and position; a control.
+    Random,
+    /// The newer half; a control.
+    Recency,
+}
+
 /// Values quantized per token, asymmetric min/max over groups of c channels.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ValueScheme {
-    /// Bits per code, 1–8.
+    /// Which tokens get how many bits.
+    pub policy: Policy,
+    /// Mean bits per code: 1–8, or 2–7 where tokens differ.
     pub bits: u32,
     /// Channels that share one scale; `None` is the head width.
     pub channels: Option<usize>,
@@ -178,6 +207,12 @@ impl Flush {
     pub fn flushed(&self, t: usize) -> usize {
         (t + 1).saturating_sub(self.residual + self.sinks) / self.group * self.group
     }
+
+    /// The first query position that reads token `j` (after the sinks) from codes.
+    pub fn time(&self, j: usize) -> usize {
+        let groups = (j - self.sinks) / self.group + 1;
+        groups * self.group + self.residual + self.sinks - 1
+    }
 }
 
 impl BaseScheme {
@@ -186,6 +221,20 @@ impl BaseScheme {
     pub fn same_residuals(&self, other: &BaseScheme) -> bool {
         let windowless = |b: &BaseScheme| BaseScheme { flush: Flush { residual: 0, ..b.flush }, ..*b };
         windowless(self) == windowless(other)
+    }
+}
+
+impl BaseScheme {
+    /// Whether it needs calibrated means or scales of the keys ([`crate::KeyStatistics`]).
+    pub fn is_static(&self) -> bool {
+        self.center || self.quantizer == Quantizer::Grid
+    }
+}
+
+impl Policy {
+    /// Whether tokens differ in bits.
+    pub fn mixed(self) -> bool {
+        self != Policy::Token
     }
 }
 
@@ -253,7 +302,19 @@ macro_rules! names {
     };
 }
 
-names!(Quantizer { Quantizer::Kivi => "kivi", Quantizer::Token => "token" });
+names!(Quantizer {
+    Quantizer::Kivi => "kivi",
+    Quantizer::Token => "token",
+    Quantizer::Grid => "grid",
+    Quantizer::Rotated => "rotated",
+});
+names!(Policy {
+    Policy::Token => "token",
+    Policy::A2 => "a2",
+    Policy::Mse => "mse",
+    Policy::Random => "random",
+    Policy::Recency => "recency",
+});
 names!(Family {
     Family::QueryPca => "query-pca",
     Family::QueryPcaCentered => "query-pca-centered",
@@ -346,7 +407,7 @@ impl fmt::Display for Scheme {
     }
 }
 
-/// Collects `name=value` pairs and prints them in parentheses.
+/// Collects `name=value` pairs and flags, and prints them in parentheses.
 struct Options(Vec<String>);
 
 impl Options {
@@ -357,6 +418,12 @@ impl Options {
     fn push_unless<T: PartialEq + fmt::Display>(&mut self, name: &str, value: T, default: T) {
         if value != default {
             self.push(name, value);
+        }
+    }
+
+    fn flag(&mut self, name: &str, set: bool) {
+        if set {
+            self.0.push(name.to_string());
         }
     }
 
@@ -381,6 +448,7 @@ impl fmt::Display for BaseScheme {
         options.push_unless("sinks", self.flush.sinks, 0);
         options.push_some("c", self.channels);
         options.push_unless("range", self.range, 1.0);
+        options.flag("center", self.center);
         options.push_unless("meta", self.meta, Meta::F16);
         write!(f, "{}-{}{options}", self.quantizer, self.bits)
     }
@@ -407,9 +475,12 @@ impl fmt::Display for ValueScheme {
         options.push_some("sinks", self.sinks);
         options.push_unless("range", self.range, 1.0);
         options.push_unless("meta", self.meta, Meta::F16);
-        write!(f, "token-{}{options}", self.bits)
+        write!(f, "{}-{}{options}", self.policy, self.bits)
     }
 }
+
+/// Options that are written without a value.
+const FLAGS: &[&str] = &["center"];
 
 /// One `NAME-BITS(options)` or `NAME(options)` term, taken apart.
 struct Term<'a> {
@@ -431,9 +502,14 @@ impl<'a> Term<'a> {
         };
         let mut options: Vec<(&str, &str)> = Vec::new();
         for item in inner.split(',').map(str::trim).filter(|i| !i.is_empty()) {
-            let (name, value) =
-                item.split_once('=').ok_or_else(|| format!("option '{item}' is not written name=value"))?;
-            let (name, value) = (name.trim(), value.trim());
+            let (name, value) = match item.split_once('=') {
+                Some((name, _)) if FLAGS.contains(&name.trim()) => {
+                    return Err(format!("option '{}' takes no value", name.trim()));
+                }
+                Some((name, value)) => (name.trim(), value.trim()),
+                None if FLAGS.contains(&item) => (item, ""),
+                None => return Err(format!("option '{item}' is not written name=value")),
+            };
             if options.iter().any(|(n, _)| *n == name) {
                 return Err(format!("option '{name}' is given twice"));
             }
@@ -521,14 +597,23 @@ fn parse_base(text: &str) -> Result<BaseScheme, String> {
         },
         channels: match quantizer {
             Quantizer::Kivi => None,
-            Quantizer::Token => term.take_usize("c", 1..=MOST_TOKENS)?,
+            _ => term.take_usize("c", 1..=MOST_TOKENS)?,
         },
-        range: term.take_range()?,
-        meta: term.take_named("meta")?,
+        range: match quantizer {
+            Quantizer::Rotated => 1.0,
+            _ => term.take_range()?,
+        },
+        center: term.take("center").is_some(),
+        meta: match quantizer {
+            Quantizer::Grid => Meta::F16,
+            _ => term.take_named("meta")?,
+        },
     };
     term.finish(match quantizer {
-        Quantizer::Kivi => "g, r, sinks, range, meta",
-        Quantizer::Token => "g, r, sinks, c, range, meta",
+        Quantizer::Kivi => "g, r, sinks, range, center, meta",
+        Quantizer::Token => "g, r, sinks, c, range, center, meta",
+        Quantizer::Grid => "g, r, sinks, c, range, center",
+        Quantizer::Rotated => "g, r, sinks, c, center, meta",
     })?;
     Ok(base)
 }
@@ -558,10 +643,16 @@ fn parse_value(text: &str) -> Result<Option<ValueScheme>, String> {
     }
     let mut term = Term::parse(text)?;
     let (name, bits) = term.name_bits(1..=8)?;
-    if name != "token" {
-        return Err(format!("value policy '{name}' is not known; known are dense, token"));
+    let policy: Policy =
+        name.parse().map_err(|e: String| format!("value policy {}", e.replace("are ", "are dense, ")))?;
+    if policy.mixed() && !(2..=7).contains(&bits) {
+        return Err(format!(
+            "bits of '{}': tokens get one bit more and one less than the mean, which must be from 2 to 7",
+            term.head
+        ));
     }
     let value = ValueScheme {
+        policy,
         bits,
         channels: term.take_usize("c", 1..=MOST_TOKENS)?,
         group: term.take_usize("g", 1..=MOST_TOKENS)?,
@@ -602,7 +693,16 @@ impl FromStr for Scheme {
                     Some(KeyScheme { base, side: side.map(parse_side).transpose()? })
                 }
             };
-            Ok(Scheme { key, value: value.map(parse_value).transpose()?.flatten() })
+            let value = value.map(parse_value).transpose()?.flatten();
+            if let Some(value) = value.filter(|v| v.policy.mixed()) {
+                let group = value.flush(key.as_ref()).group;
+                if !group.is_multiple_of(2) {
+                    return Err(format!(
+                        "{value}: half of each group gets more bits, so g must be even, found {group}"
+                    ));
+                }
+            }
+            Ok(Scheme { key, value })
         };
         parse().map_err(|reason| Error::Scheme { scheme: text.to_string(), reason })
     }
@@ -629,16 +729,24 @@ mod tests {
     fn any_scheme() -> impl Strategy<Value = Scheme> {
         let range = prop_oneof![Just(1.0f32), Just(0.85), 0.01f32..1.0];
         let meta = prop_oneof![Just(Meta::F16), Just(Meta::F32)];
-        let base =
-            (prop::sample::select(Quantizer::ALL), 1u32..=8, flush(), prop::option::of(1usize..200), range, meta)
-                .prop_map(|(quantizer, bits, flush, c, range, meta)| BaseScheme {
-                    quantizer,
-                    bits,
-                    flush,
-                    channels: c.filter(|_| quantizer == Quantizer::Token),
-                    range,
-                    meta,
-                });
+        let base = (
+            prop::sample::select(Quantizer::ALL),
+            1u32..=8,
+            flush(),
+            prop::option::of(1usize..200),
+            range,
+            meta,
+            any::<bool>(),
+        )
+            .prop_map(|(quantizer, bits, flush, c, range, meta, center)| BaseScheme {
+                quantizer,
+                bits,
+                flush,
+                channels: c.filter(|_| quantizer != Quantizer::Kivi),
+                range: if quantizer == Quantizer::Rotated { 1.0 } else { range },
+                center,
+                meta: if quantizer == Quantizer::Grid { Meta::F16 } else { meta },
+            });
         let side = (
             prop::sample::select(Family::ALL),
             1usize..200,
@@ -656,11 +764,14 @@ mod tests {
                 scope,
             });
         let token = prop::option::of(0usize..200);
-        let value = (1u32..=8, prop::option::of(1usize..200), prop::option::of(1usize..200), token.clone(), token)
-            .prop_map(|(bits, channels, group, residual, sinks)| ValueScheme {
+        let policy = prop_oneof![(Just(Policy::Token), 1u32..=8), (prop::sample::select(&Policy::ALL[1..]), 2u32..=7),];
+        let value = (policy, prop::option::of(1usize..200), prop::option::of(1usize..100), token.clone(), token)
+            .prop_map(|((policy, bits), channels, group, residual, sinks)| ValueScheme {
+                policy,
                 bits,
                 channels,
-                group,
+                // A mixed policy's own group is even, and never the key's, which may be odd.
+                group: if policy.mixed() { Some(2 * group.unwrap_or(16)) } else { group },
                 residual,
                 sinks,
                 range: 1.0,
@@ -690,6 +801,10 @@ mod tests {
             "kivi-2(g=32,r=32)+query-pca(rank=4,bits=4)/token-2(c=32)",
             "kivi-2(g=128,r=32,sinks=4)+score-optimal(rank=4,bits=3,scales=token,sign=-1,scope=query-head)",
             "dense/token-2(c=32,g=64,r=32)",
+            "grid-3(g=32,r=32,c=1,center)",
+            "rotated-2(g=32,r=32,c=16)",
+            "kivi-2(g=32,r=32,range=0.85,center,meta=f32)/a2-2(c=32)",
+            "dense/recency-3",
         ] {
             assert_eq!(text.parse::<Scheme>().unwrap().to_string(), text);
         }
@@ -705,19 +820,28 @@ mod tests {
             ("kivi-2.5", "whole number"),
             ("kivi-2(g=0)", "g: expected a whole number from 1"),
             ("kivi-2(g=-1)", "g: expected a whole number"),
-            ("kivi-2(c=4)", "option 'c' of 'kivi-2' is not known; known are g, r, sinks, range, meta"),
+            ("kivi-2(c=4)", "option 'c' of 'kivi-2' is not known; known are g, r, sinks, range, center, meta"),
+            ("grid-2(meta=f32)", "option 'meta' of 'grid-2' is not known; known are g, r, sinks, c, range, center"),
+            ("rotated-2(range=0.9)", "known are g, r, sinks, c, center, meta"),
+            ("kivi-2(center=1)", "'center' takes no value"),
+            ("kivi-2(center,center)", "twice"),
+            ("kivi-2+query-pca(rank=4,bits=4,center)", "option 'center' of 'query-pca' is not known"),
+            ("dense/a2-1", "from 2 to 7"),
+            ("dense/mse-8", "from 2 to 7"),
+            ("kivi-2(g=33)/a2-2", "g must be even, found 33"),
+            ("dense/random-2(g=5)", "g must be even, found 5"),
             ("kivi-2(g=32,g=32)", "twice"),
             ("kivi-2(g=32", "does not end with ')'"),
             ("kivi-2(g)", "name=value"),
             ("kivi", "NAME-BITS"),
-            ("kiwi-2", "known are kivi, token"),
+            ("kiwi-2", "known are kivi, token, grid, rotated"),
             ("kivi-2+pca(rank=4,bits=4)", "known are query-pca, query-pca-centered"),
             ("kivi-2+query-pca(bits=4)", "does not give rank="),
             ("kivi-2+query-pca(rank=4)", "does not give bits="),
             ("kivi-2+query-pca(rank=0,bits=4)", "rank: expected"),
             ("kivi-2+query-pca(rank=4,bits=1)", "bits: expected a whole number from 2 to 8"),
             ("kivi-2+query-pca(rank=4,bits=4,sign=2)", "known are 1, -1"),
-            ("kivi-2/kivi-2", "value policy 'kivi' is not known; known are dense, token"),
+            ("kivi-2/kivi-2", "value policy 'kivi' is not known; known are dense, token, a2, mse, random, recency"),
             ("kivi-2(range=0)", "above 0 and at most 1"),
             ("kivi-2(range=nan)", "above 0 and at most 1"),
             ("kivi-2(meta=f8)", "known are f16, f32"),
@@ -736,6 +860,10 @@ mod tests {
         // The first 3 + 2 tokens never leave the window; then one whole group at a time.
         let counts: Vec<_> = (0..15).map(|t| flush.flushed(t)).collect();
         assert_eq!(counts, [0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8]);
+        // A token's flush time is the first count that includes it.
+        for j in 2..10 {
+            assert_eq!(counts.iter().position(|n| 2 + n > j), Some(flush.time(j)), "{j}");
+        }
     }
 
     #[test]

@@ -51,6 +51,11 @@ impl Moments {
         total
     }
 
+    /// Whether all sums are finite.
+    pub fn is_finite(&self) -> bool {
+        self.sum.iter().chain(self.outer.iter()).all(|v| v.is_finite())
+    }
+
     /// `E[x]`: `[head_dim]`; zeros before any row.
     pub fn mean(&self) -> DVector<f64> {
         &self.sum / self.n.max(1) as f64
@@ -100,7 +105,7 @@ impl LayerStats {
 
     /// Whether all sums are finite.
     pub fn is_finite(&self) -> bool {
-        self.parts().iter().flat_map(|(_, moments)| *moments).all(|m| m.outer.iter().all(|v| v.is_finite()))
+        self.parts().iter().flat_map(|(_, moments)| *moments).all(Moments::is_finite)
     }
 
     /// Adds rows of all heads, each slice `[heads, n, head_dim]` (`e` may have fewer rows than the others).
@@ -130,6 +135,64 @@ impl LayerStats {
     pub fn pooled_queries(&self, kv_head: usize) -> Moments {
         let group = self.q.len() / self.k.len();
         Moments::pooled(&self.q[kv_head * group..(kv_head + 1) * group])
+    }
+}
+
+/// What static base quantizers know of a model's keys: means and standard deviations by channel, from calibration.
+#[derive(Debug, Clone, PartialEq)]
+pub struct KeyStatistics {
+    /// KV heads per layer.
+    pub kv_heads: usize,
+    /// Head width.
+    pub head_dim: usize,
+    /// μ: `[layers, kv_heads, head_dim]`, row-major.
+    pub mean: Vec<f32>,
+    /// Standard deviation about the mean, as `mean`.
+    pub deviation: Vec<f32>,
+    /// Root mean square, as `mean`.
+    pub rms: Vec<f32>,
+}
+
+impl KeyStatistics {
+    /// From the moments of keys.
+    ///
+    /// # Errors
+    /// [`crate::Error::Keys`] if there are none, or they are not finite.
+    pub fn of(stats: &[LayerStats]) -> Result<Self, crate::Error> {
+        let heads = || stats.iter().flat_map(|layer| &layer.k);
+        let fail = |reason: &str| Err(crate::Error::Keys { reason: reason.into() });
+        let Some(first) = heads().next() else { return fail("the statistics have no layers") };
+        if heads().any(|m| m.n == 0) {
+            return fail("the statistics hold no keys");
+        }
+        if !heads().all(Moments::is_finite) {
+            return fail("the keys in the statistics are not finite");
+        }
+        let channels = |value: &dyn Fn(f64, f64) -> f64| -> Vec<f32> {
+            let head = |m: &Moments| {
+                let (mean, second) = (m.mean(), m.second());
+                (0..mean.len()).map(|i| value(mean[i], second[(i, i)]) as f32).collect::<Vec<_>>()
+            };
+            heads().flat_map(head).collect()
+        };
+        Ok(Self {
+            kv_heads: stats[0].k.len(),
+            head_dim: first.sum.len(),
+            mean: channels(&|mean, _| mean),
+            deviation: channels(&|mean, second| (second - mean * mean).max(0.0).sqrt()),
+            rms: channels(&|_, second| second.sqrt()),
+        })
+    }
+
+    /// The same with every mean multiplied by `factor`, for interventions on what attention cannot see.
+    pub fn with_mean_times(&self, factor: f32) -> Self {
+        Self { mean: self.mean.iter().map(|m| m * factor).collect(), ..self.clone() }
+    }
+
+    /// The part of `[layers, kv_heads, head_dim]` that belongs to a layer.
+    pub(crate) fn layer<'a>(&self, all: &'a [f32], layer: usize) -> &'a [f32] {
+        let size = self.kv_heads * self.head_dim;
+        &all[layer * size..(layer + 1) * size]
     }
 }
 

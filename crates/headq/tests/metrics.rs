@@ -5,10 +5,13 @@
 mod common;
 
 use burn::tensor::{Device, Tensor, TensorData};
-use common::{basis, heads, normal, read};
+use common::{basis, heads, normal, read, teacher_forced};
 use headq::metrics::{attention_kl, excess_removed, fisher_and_kl, fisher_error};
-use headq::scheme::Scheme;
-use headq::{Attention, AttentionSite, DenseAttention, Diagnostics, LayerProbe, QuantizedCache};
+use headq::scheme::{Flush, Scheme};
+use headq::{
+    Attention, AttentionSite, DenseAttention, Diagnostics, HeadDiagnostics, LayerProbe, QuantizedCache, QueryReading,
+    QuerySink,
+};
 
 const D: usize = 8;
 
@@ -135,7 +138,26 @@ fn kl_has_finite_gradients_where_the_change_is_zero_or_huge() {
     }
 }
 
-fn probe(scheme: &Scheme, window: Option<usize>, tokens: usize) -> (Diagnostics, Expected) {
+/// Everything that a probe says of a scheme: sums by head, and every query.
+struct Probed {
+    heads: HeadDiagnostics,
+    queries: Vec<QueryReading>,
+}
+
+#[derive(Default)]
+struct Told(Vec<QueryReading>);
+
+impl QuerySink for Told {
+    fn query(&mut self, _: usize, reading: &QueryReading) {
+        self.0.push(*reading);
+    }
+}
+
+fn site(window: Option<usize>) -> AttentionSite {
+    AttentionSite { layer: 0, start: 0, scale: 1.0 / (D as f64).sqrt(), window }
+}
+
+fn probe(scheme: &Scheme, window: Option<usize>, tokens: usize) -> (Probed, Expected) {
     let device = Device::flex();
     let basis = basis(scheme, 1, 4, 2, D);
     let (q, k, v) = (
@@ -143,68 +165,56 @@ fn probe(scheme: &Scheme, window: Option<usize>, tokens: usize) -> (Diagnostics,
         normal([1, 2, tokens, D], 8, &device),
         normal([1, 2, tokens, D], 9, &device),
     );
-    let site = AttentionSite { layer: 0, start: 0, scale: 1.0 / (D as f64).sqrt(), window };
+    let site = site(window);
     let expected = Expected::new(scheme, basis.as_ref(), &site, [&q, &k, &v]);
-    let cache = QuantizedCache::teacher_forced(*scheme, basis.as_ref(), 1, &device);
-    let mut probe = LayerProbe::new(vec![cache.layers()]);
+    let cache = teacher_forced(scheme, basis.as_ref(), 2, D, &device);
+    let mut queries = Told::default();
+    let mut probe = LayerProbe::new(vec![cache.layers()]).with_queries(&mut queries);
     let dense = probe.attend(&site, q.clone(), k.clone(), v.clone());
+    let heads = probe.finish().remove(0);
     let reference = DenseAttention::new().attend(&site, q, k, v);
     let off: f32 = (dense - reference).abs().max().into_scalar();
     assert!(off < 1e-5, "the probe is dense attention");
-    (probe.finish().remove(0), expected)
+    (Probed { heads, queries: queries.0 }, expected)
 }
 
-/// The diagnostics, from the definitions.
+/// The diagnostics of each KV head, from the definitions.
 struct Expected {
-    fisher: f64,
-    kl: f64,
-    readout: f64,
-    diagonal: f64,
-    output: f64,
-    key_mse: Option<f64>,
+    /// By query head, then by token.
+    rows: Vec<Vec<common::Reading>>,
+    /// Squared errors of coded key elements, by KV head.
+    key_errors: Vec<Vec<f64>>,
 }
 
 impl Expected {
     fn new(scheme: &Scheme, basis: Option<&headq::Basis>, site: &AttentionSite, [q, k, v]: [&Tensor<4>; 3]) -> Self {
-        let rows: Vec<_> = read(scheme, basis, site, &heads(q), &heads(k), &heads(v)).into_iter().flatten().collect();
-        let mean = |f: &dyn Fn(&common::Reading) -> f64| rows.iter().map(f).sum::<f64>() / rows.len() as f64;
-        // Values alone, with dense probabilities, for E5.
-        let values_only = Scheme {
-            key: None,
-            value: scheme.value.map(|v| {
-                let f = v.flush(scheme.key.as_ref());
-                headq::scheme::ValueScheme {
-                    group: Some(f.group),
-                    residual: Some(f.residual),
-                    sinks: Some(f.sinks),
-                    ..v
-                }
-            }),
-        };
-        let readout: Vec<f64> = read(&values_only, None, site, &heads(q), &heads(k), &heads(v))
-            .into_iter()
-            .flatten()
-            .map(|r| r.output.iter().zip(&r.dense_output).map(|(a, b)| (a - b).powi(2)).sum::<f64>() / D as f64)
-            .collect();
-        let error: f64 =
-            rows.iter().map(|r| r.output.iter().zip(&r.dense_output).map(|(a, b)| (a - b).powi(2)).sum::<f64>()).sum();
-        let norm: f64 = rows.iter().map(|r| r.dense_output.iter().map(|b| b * b).sum::<f64>()).sum();
-        let mut errors = Vec::new();
-        for (h, k) in heads(k).iter().enumerate() {
+        let rows = read(scheme, basis, site, &heads(q), &heads(k), &heads(v));
+        let errors = |(h, k): (usize, &common::Head)| -> Vec<f64> {
             let w = basis.map(|b| common::matrix(b, b.encoder_of(0), h));
-            let coded = common::code_keys(scheme, k, w.as_ref());
-            for (k, base) in k.iter().zip(coded.base) {
-                errors
-                    .extend(base.into_iter().flat_map(|b| b.into_iter().zip(k.clone()).map(|(b, k)| (b - k).powi(2))));
-            }
-        }
-        Self {
-            fisher: mean(&|r| brute_fisher(&r.p, &r.delta)),
-            kl: mean(&|r| brute_kl(&r.p, &r.delta)),
-            readout: readout.iter().sum::<f64>() / readout.len() as f64,
-            diagonal: mean(&|r| r.diagonal),
-            output: error / norm,
-            key_mse: (!errors.is_empty()).then(|| errors.iter().sum::<f64>() / errors.len() as f64),
+            let held = common::shifted(scheme, k, h);
+            let coded = common::code_keys(scheme, &held, h, w.as_ref());
+            let pairs = held.iter().zip(coded.base).filter_map(|(k, base)| Some((k, base?)));
+            pairs.flat_map(|(k, base)| base.into_iter().zip(k.clone()).map(|(b, k)| (b - k).powi(2))).collect()
+        };
+        Self { rows, key_errors: heads(k).iter().enumerate().map(errors).collect() }
+    }
+
+    /// Holds the sums of the query heads `of` and the KV heads that they read against the definitions.
+    fn check(&self, found: &Diagnostics, of: std::ops::Range<usize>) {
+        let group = self.rows.len() / self.key_errors.len();
+        let rows: Vec<&common::Reading> = self.rows[of.clone()].iter().flatten().collect();
+        let mean = |f: &dyn Fn(&common::Reading) -> f64| rows.iter().map(|r| f(r)).sum::<f64>() / rows.len() as f64;
+        let distance = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| (a - b).powi(2)).sum::<f64>();
+        close(found.fisher().unwrap(), mean(&|r| brute_fisher(&r.p, &r.delta)), 2e-5);
+        close(found.kl().unwrap(), mean(&|r| brute_kl(&r.p, &r.delta)), 2e-5);
+        close(found.readout_error().unwrap(), mean(&|r| distance(&r.readout, &r.dense_output) / D as f64), 2e-5);
+        close(found.readout_diagonal().unwrap(), mean(&|r| r.diagonal), 2e-5);
+        let norm = mean(&|r| r.dense_output.iter().map(|b| b * b).sum::<f64>());
+        close(found.output_error().unwrap(), mean(&|r| distance(&r.output, &r.dense_output)) / norm, 2e-5);
+        let errors: Vec<f64> = self.key_errors[of.start / group..of.end / group].concat();
+        match errors.is_empty() {
+            true => assert_eq!(found.key_mse(), None),
+            false => close(found.key_mse().unwrap(), errors.iter().sum::<f64>() / errors.len() as f64, 1e-5),
         }
     }
 }
@@ -218,18 +228,48 @@ fn diagnostics_agree_with_the_definitions() {
         "kivi-2(g=8,r=5)+score-optimal(rank=3,bits=3,sign=-1)",
         "dense/token-2(g=8,r=5,c=4)",
         "kivi-2(g=8,r=5,sinks=1)+query-pca(rank=3,bits=4)/token-2(c=4,g=4,r=9,sinks=2)",
+        "grid-2(g=8,r=5,c=1)",
+        "grid-3(g=8,r=5,center)/a2-2(c=4,g=4,r=9)",
+        "rotated-2(g=8,r=5)/a2-3(c=4)",
+        "kivi-2(g=8,r=5,center)/mse-2(c=4)",
+        "dense/a2-2(g=8,r=5,c=4,sinks=1)",
+        "kivi-2(g=8,r=5)/random-2(c=4)",
+        "kivi-2(g=8,r=5)/recency-2(c=4)",
     ] {
         let scheme: Scheme = scheme.parse().unwrap();
         for (window, tokens) in [(None, 45), (Some(9), 45), (None, 150), (Some(40), 150)] {
             let (found, expected) = probe(&scheme, window, tokens);
-            close(found.fisher().unwrap(), expected.fisher, 2e-5);
-            close(found.kl().unwrap(), expected.kl, 2e-5);
-            close(found.readout_error().unwrap(), expected.readout, 2e-5);
-            close(found.readout_diagonal().unwrap(), expected.diagonal, 2e-5);
-            close(found.output_error().unwrap(), expected.output, 2e-5);
-            match expected.key_mse {
-                None => assert_eq!(found.key_mse(), None),
-                Some(mse) => close(found.key_mse().unwrap(), mse, 1e-5),
+            expected.check(&found.heads.total(), 0..4);
+            expected.check(found.heads.head(0, 0), 0..2);
+            expected.check(found.heads.head(0, 1), 2..4);
+        }
+    }
+}
+
+#[test]
+fn each_query_that_reads_codes_is_told_once_with_its_own_numbers() {
+    for scheme in ["kivi-2(g=8,r=5,sinks=3)+query-pca(rank=3,bits=4)", "rotated-2(g=8,r=0)", "dense/token-2(g=8,r=5)"] {
+        let scheme: Scheme = scheme.parse().unwrap();
+        for (window, tokens) in [(None, 45), (Some(9), 150)] {
+            let (found, expected) = probe(&scheme, window, tokens);
+            let told = |h: usize, t: usize| found.queries.iter().filter(move |r| (r.head, r.position) == (h, t));
+            for (h, rows) in expected.rows.iter().enumerate() {
+                for (t, row) in rows.iter().enumerate() {
+                    let flush = scheme.key.map(|k| k.base.flush);
+                    let first = window.map_or(0, |w| (t + 1).saturating_sub(w));
+                    let reads = |f: &Flush| (first..=t).any(|j| j >= f.sinks && j < f.sinks + f.flushed(t));
+                    let told: Vec<_> = told(h, t).collect();
+                    assert_eq!(told.len(), usize::from(flush.as_ref().is_some_and(reads)), "{scheme} {h} {t}");
+                    let Some(told) = told.first() else { continue };
+                    close(told.fisher, brute_fisher(&row.p, &row.delta), 1e-4);
+                    close(told.kl, brute_kl(&row.p, &row.delta), 1e-4);
+                    let entropy: f64 = row.p.iter().map(|p| -p * p.ln()).sum();
+                    close(told.entropy, entropy, 1e-5);
+                    let top = |p: &[f64]| {
+                        first + (0..p.len()).max_by(|&a, &b| p[a].total_cmp(&p[b])).expect("a query sees itself")
+                    };
+                    assert_eq!((told.top, told.top_read), (top(&row.p), top(&row.p_hat)), "{scheme} {h} {t}");
+                }
             }
         }
     }
@@ -257,7 +297,7 @@ fn peaked_attention_with_large_errors_loses_nothing() {
         let cache = QuantizedCache::teacher_forced(scheme, None, 1, &device);
         let mut probe = LayerProbe::new(vec![cache.layers()]);
         probe.attend(&site, q, k, v);
-        let found = probe.finish().remove(0);
+        let found = probe.finish().remove(0).total();
         close(found.kl().unwrap(), expected, 1e-4);
         assert!(found.fisher().unwrap().is_finite());
     }
@@ -268,14 +308,14 @@ fn peaked_attention_with_large_errors_loses_nothing() {
 fn the_a2_surrogate_is_the_diagonal() {
     let scheme: Scheme = "dense/token-2(g=1,r=0,c=8)".parse().unwrap();
     // A window of one token: a single term, so that diagonal and whole are the same.
-    let (found, _) = probe(&scheme, Some(1), 30);
+    let found = probe(&scheme, Some(1), 30).0.heads.total();
     close(found.readout_diagonal().unwrap(), found.readout_error().unwrap(), 1e-5);
     assert!(found.readout_error().unwrap() > 0.0);
 }
 
 #[test]
 fn a_dense_scheme_has_no_error_and_undefined_storage_mse() {
-    let (found, _) = probe(&Scheme::DENSE, None, 30);
+    let found = probe(&Scheme::DENSE, None, 30).0.heads.total();
     assert_eq!((found.fisher(), found.kl(), found.output_error()), (Some(0.0), Some(0.0), Some(0.0)));
     assert_eq!((found.key_mse(), found.value_mse()), (None, None));
 }

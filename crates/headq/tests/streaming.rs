@@ -5,7 +5,7 @@
 mod common;
 
 use burn::tensor::{Device, Tensor};
-use common::{basis, heads, normal, read};
+use common::{basis, heads, modules, normal, read, teacher_forced};
 use headq::scheme::{Flush, Scheme};
 use headq::{Attention, AttentionSite, DenseAttention, QuantizedCache};
 
@@ -32,6 +32,24 @@ const SCHEMES: &[&str] = &[
     "dense/token-2(g=8,r=5,c=8)",
     "kivi-2(g=8,r=5)/token-2(c=4)",
     "kivi-2(g=8,r=5,sinks=1)+query-pca(rank=4,bits=4)/token-3(c=8,g=4,r=9,sinks=2)",
+    "kivi-2(g=8,r=5,center,range=0.85)",
+    "token-2(g=8,r=5,center,sinks=2)",
+    "grid-1(g=8,r=5)",
+    "grid-2(g=8,r=5,c=1)",
+    "grid-3(g=8,r=0,c=4,center,range=0.9)",
+    "grid-8(g=8,r=5,center)",
+    "grid-2(g=8,r=5,center)+score-optimal(rank=4,bits=3)/token-2(c=8)",
+    "rotated-1(g=8,r=5)",
+    "rotated-2(g=8,r=5,c=4,center)",
+    "rotated-4(g=1,r=3,sinks=2)",
+    "rotated-8(g=8,r=5)",
+    "rotated-3(g=8,r=5)+query-pca(rank=4,bits=4,scope=query-head)/a2-3(c=8)",
+    "dense/a2-2(g=8,r=5,c=8)",
+    "kivi-2(g=8,r=0)/a2-4(g=4,r=0)",
+    "kivi-2(g=8,r=5,sinks=3)+query-pca(rank=4,bits=4)/a2-2(c=8,g=6,r=7,sinks=1)",
+    "kivi-2(g=8,r=5)/mse-2(c=8)",
+    "kivi-2(g=8,r=5)/random-3(c=4)",
+    "kivi-2(g=8,r=5)/recency-2(c=8,sinks=2)",
 ];
 
 fn site(start: usize, window: Option<usize>) -> AttentionSite {
@@ -64,7 +82,8 @@ fn stream(
     prompt: usize,
 ) -> Tensor<4> {
     let device = qkv[0].device();
-    let mut cache = QuantizedCache::streaming(scheme, basis, 1, &device);
+    let kv_heads = qkv[1].dims()[1];
+    let mut cache = QuantizedCache::streaming_of(vec![modules(&scheme, basis, kv_heads, D, &device)]);
     let total = qkv[0].dims()[2];
     let mut outputs = Vec::new();
     let mut start = 0;
@@ -92,7 +111,7 @@ fn token_by_token_and_teacher_forced_agree_for_every_quantizer() {
                     normal([2, kv_heads, total, D], 3, &device),
                 ];
                 let [q, k, v] = qkv.clone();
-                let mut whole = QuantizedCache::teacher_forced(scheme, basis.as_ref(), 1, &device);
+                let mut whole = teacher_forced(&scheme, basis.as_ref(), kv_heads, D, &device);
                 let whole = whole.attend(&site(0, window), q, k, v);
                 for first in [1, prompt] {
                     let streamed = stream(scheme, basis.as_ref(), window, &qkv, first);
@@ -114,6 +133,9 @@ fn long_texts_cross_tiles() {
         ("kivi-2(g=8,r=5,sinks=3)+score-optimal(rank=4,bits=3)/token-2(c=4,g=16,r=40)", None),
         ("kivi-2(g=96,r=64)+query-pca(rank=4,bits=4)", Some(150)),
         ("token-2(g=1,r=0)", None),
+        ("grid-3(g=8,r=5,center)/a2-2(c=8,g=32,r=20)", None),
+        ("rotated-2(g=16,r=5)/a2-3(g=16,r=100,sinks=2)", Some(130)),
+        ("dense/a2-2(g=200,r=0)", None),
     ] {
         let scheme: Scheme = scheme.parse().unwrap();
         let basis = basis(&scheme, 1, 4, 2, D);
@@ -123,8 +145,7 @@ fn long_texts_cross_tiles() {
             normal([1, 2, 301, D], 6, &device),
         ];
         let [q, k, v] = qkv.clone();
-        let whole =
-            QuantizedCache::teacher_forced(scheme, basis.as_ref(), 1, &device).attend(&site(0, window), q, k, v);
+        let whole = teacher_forced(&scheme, basis.as_ref(), 2, D, &device).attend(&site(0, window), q, k, v);
         assert!(worst(&stream(scheme, basis.as_ref(), window, &qkv, 1), &whole) < 1e-5, "{scheme}");
     }
 }
@@ -145,7 +166,7 @@ fn the_cache_reads_what_the_definition_says() {
             let expected = read(&scheme, basis.as_ref(), &site, &heads(&q), &heads(&k), &heads(&v));
             let expected: Vec<_> =
                 expected.into_iter().map(|h| h.into_iter().map(|r| r.output).collect::<Vec<_>>()).collect();
-            let found = QuantizedCache::teacher_forced(scheme, basis.as_ref(), 1, &device).attend(&site, q, k, v);
+            let found = teacher_forced(&scheme, basis.as_ref(), 2, D, &device).attend(&site, q, k, v);
             let worst = worst(&found, &common::tensor(&expected, &device));
             assert!(worst < 2e-5, "{scheme}, window {window:?}: {worst:e}");
         }
@@ -204,25 +225,29 @@ fn flushed_tokens_leave_the_dense_window() {
 #[test]
 fn attention_works_under_autodiff_and_forwards_the_same_codes() {
     let device = Device::flex();
-    let scheme: Scheme = "kivi-2(g=8,r=5)+score-optimal(rank=4,bits=3)/token-4(c=8)".parse().unwrap();
-    let basis = basis(&scheme, 1, 4, 2, D);
+    for scheme in [
+        "kivi-2(g=8,r=5)+score-optimal(rank=4,bits=3)/token-4(c=8)",
+        "grid-3(g=8,r=5,center,c=4)+score-optimal(rank=4,bits=3)/a2-4(c=8)",
+        "rotated-3(g=8,r=5)+score-optimal(rank=4,bits=3)/mse-4(c=8)",
+    ] {
+        forwards_the_same_codes_under_autodiff(&scheme.parse().unwrap(), &device);
+    }
+}
+
+fn forwards_the_same_codes_under_autodiff(scheme: &Scheme, device: &Device) {
+    let basis = basis(scheme, 1, 4, 2, D);
     let (q, k, v) =
-        (normal([1, 4, 40, D], 1, &device), normal([1, 2, 40, D], 2, &device), normal([1, 2, 40, D], 3, &device));
-    let plain = QuantizedCache::teacher_forced(scheme, basis.as_ref(), 1, &device).attend(
-        &site(0, None),
-        q.clone(),
-        k.clone(),
-        v.clone(),
-    );
+        (normal([1, 4, 40, D], 1, device), normal([1, 2, 40, D], 2, device), normal([1, 2, 40, D], 3, device));
+    let plain =
+        teacher_forced(scheme, basis.as_ref(), 2, D, device).attend(&site(0, None), q.clone(), k.clone(), v.clone());
     let tracked = device.clone().autodiff();
     let (q, k, v) = (q.autodiff().require_grad(), k.autodiff().require_grad(), v.autodiff().require_grad());
-    let mut cache = QuantizedCache::teacher_forced(scheme, basis.as_ref(), 1, &tracked);
+    let mut cache = teacher_forced(scheme, basis.as_ref(), 2, D, &tracked);
     let output = cache.attend(&site(0, None), q.clone(), k.clone(), v.clone());
     let key = scheme.key.as_ref().unwrap();
     let groups = |k: &Tensor<4>| k.clone().narrow(2, 0, 32);
     let tracked = cache.layers()[0].code_keys(key, groups(&k));
-    let inference =
-        headq::HeadqAttention::new(scheme, basis.as_ref(), 0, &device).code_keys(key, groups(&k.clone().inner()));
+    let inference = modules(scheme, basis.as_ref(), 2, D, device).code_keys(key, groups(&k.clone().inner()));
     assert_eq!(tracked.base.inner().to_data(), inference.base.to_data(), "bit for bit");
     assert_eq!(tracked.side.unwrap().inner().to_data(), inference.side.unwrap().to_data(), "bit for bit");
     // Softmax is one fused kernel in inference and several operations under autodiff.

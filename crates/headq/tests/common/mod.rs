@@ -4,8 +4,9 @@
 
 use burn::tensor::{Device, Tensor, TensorData};
 use half::f16;
-use headq::scheme::{Flush, Quantizer, Scheme, Scope, SideScales};
-use headq::{AttentionSite, Basis};
+use headq::gaussian::{lloyd_max, uniform_step};
+use headq::scheme::{Flush, Policy, Quantizer, Scheme, Scope, SideScales, ValueScheme};
+use headq::{AttentionSite, Basis, HeadqAttention, KeyStatistics, QuantizedCache};
 
 /// Rows of one head: `[tokens][head_dim]`.
 pub type Head = Vec<Vec<f64>>;
@@ -32,12 +33,14 @@ pub fn normal(shape: [usize; 4], seed: u64, device: &Device) -> Tensor<4> {
     Tensor::from_data(TensorData::new(data, shape), device)
 }
 
-/// What numbers that share a range read back as: f16 scale and zero, then the nearest level.
-pub fn levels(x: &[f64], bits: u32) -> Vec<f64> {
+/// What numbers that share a range read back as: the range shrunk about its middle, f16 scale and zero, then the nearest level.
+pub fn levels(x: &[f64], bits: u32, range: f64) -> Vec<f64> {
     let top = (1u32 << bits) - 1;
     let (low, high) = x.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(l, h), &v| (l.min(v), h.max(v)));
-    let zero = f16::from_f64(low).to_f64();
-    let scale = f16::from_f32(((high as f32) - (low as f32)) / top as f32).to_f64();
+    let width = ((high as f32) - (low as f32)) * range as f32;
+    let low = if range == 1.0 { low as f32 } else { ((high as f32) + (low as f32)) * 0.5 - width * 0.5 };
+    let zero = f16::from_f32(low).to_f64();
+    let scale = f16::from_f32(width / top as f32).to_f64();
     let nearest = |v: f64| {
         let level = |c: u32| zero + f64::from(c) * scale;
         (0..=top).map(level).min_by(|a, b| (a - v).abs().total_cmp(&(b - v).abs())).unwrap()
@@ -46,16 +49,100 @@ pub fn levels(x: &[f64], bits: u32) -> Vec<f64> {
 }
 
 /// Each column of a block shares a range.
-fn per_channel(block: &[Vec<f64>], bits: u32) -> Head {
+fn per_channel(block: &[Vec<f64>], bits: u32, range: f64) -> Head {
     let width = block[0].len();
     let columns: Vec<Vec<f64>> =
-        (0..width).map(|c| levels(&block.iter().map(|r| r[c]).collect::<Vec<_>>(), bits)).collect();
+        (0..width).map(|c| levels(&block.iter().map(|r| r[c]).collect::<Vec<_>>(), bits, range)).collect();
     (0..block.len()).map(|t| (0..width).map(|c| columns[c][t]).collect()).collect()
 }
 
 /// Each row's groups of c channels share a range.
-fn per_token(block: &[Vec<f64>], bits: u32, c: usize) -> Head {
-    block.iter().map(|row| row.chunks(c).flat_map(|part| levels(part, bits)).collect()).collect()
+fn per_token(block: &[Vec<f64>], bits: u32, c: usize, range: f64) -> Head {
+    block.iter().map(|row| row.chunks(c).flat_map(|part| levels(part, bits, range)).collect()).collect()
+}
+
+/// Means and scales of keys with no structure, `[1, kv_heads, width]`.
+pub fn key_statistics(kv_heads: usize, width: usize) -> KeyStatistics {
+    let row = |scale: f32, shift: f32| -> Vec<f32> {
+        (0..kv_heads * width).map(|i| ((i * 7919 % 31) as f32 / 31.0 - 0.5) * scale + shift).collect()
+    };
+    KeyStatistics { kv_heads, head_dim: width, mean: row(2.0, 0.3), deviation: row(0.5, 1.0), rms: row(0.7, 1.2) }
+}
+
+/// One layer's codec, with the statistics above where the scheme needs them.
+pub fn modules(
+    scheme: &Scheme,
+    basis: Option<&Basis>,
+    kv_heads: usize,
+    width: usize,
+    device: &Device,
+) -> HeadqAttention {
+    let keys = key_statistics(kv_heads, width);
+    HeadqAttention::calibrated(*scheme, basis, Some(&keys), 0, device)
+}
+
+/// A teacher-forced cache of one layer.
+pub fn teacher_forced(
+    scheme: &Scheme,
+    basis: Option<&Basis>,
+    kv_heads: usize,
+    width: usize,
+    device: &Device,
+) -> QuantizedCache {
+    QuantizedCache::of(vec![modules(scheme, basis, kv_heads, width, device)])
+}
+
+/// Each number to the nearest of the levels ±½Δ, ±3⁄2Δ, …, Δ from the root mean square of `spread` over c channels.
+fn on_grid(row: &[f64], spread: &[f32], bits: u32, range: f64, c: usize) -> Vec<f64> {
+    let half = 1i64 << (bits - 1);
+    let parts = row.chunks(c).zip(spread.chunks(c));
+    parts
+        .flat_map(|(row, spread)| {
+            let rms = (spread.iter().map(|&s| f64::from(s).powi(2)).sum::<f64>() / c as f64).sqrt();
+            let step = f64::from((uniform_step(bits) * range * rms) as f32);
+            let level = move |i: i64| (i as f64 + 0.5) * step;
+            row.iter()
+                .map(move |x| (-half..half).map(level).min_by(|a, b| (a - x).abs().total_cmp(&(b - x).abs())).unwrap())
+                .collect::<Vec<_>>()
+        })
+        .collect()
+}
+
+/// Signed, Walsh–Hadamard by butterflies, the nearest Gaussian level of each c numbers over their f16 root mean square, and back.
+/// Widths are powers of two here.
+fn rotate_and_code(row: &[f64], bits: u32, c: usize) -> Vec<f64> {
+    let d = row.len();
+    let matrix = headq::rotation::rotation(d);
+    let signs: Vec<f64> = (0..d).map(|i| matrix[i * d].signum()).collect();
+    let transform = |x: &mut Vec<f64>| {
+        let mut half = 1;
+        while half < d {
+            for start in (0..d).step_by(2 * half) {
+                for i in start..start + half {
+                    (x[i], x[i + half]) = (x[i] + x[i + half], x[i] - x[i + half]);
+                }
+            }
+            half *= 2;
+        }
+        x.iter_mut().for_each(|v| *v /= (d as f64).sqrt());
+    };
+    let mut y: Vec<f64> = row.iter().zip(&signs).map(|(x, s)| x * s).collect();
+    transform(&mut y);
+    let mut read: Vec<f64> = y
+        .chunks(c)
+        .flat_map(|part| {
+            let rms = (part.iter().map(|v| v * v).sum::<f64>() / c as f64).sqrt();
+            let scale = f16::from_f64(rms).to_f64();
+            part.iter()
+                .map(|v| {
+                    let levels = lloyd_max(bits).levels.iter().map(|l| l * scale);
+                    levels.min_by(|a, b| (a - v).abs().total_cmp(&(b - v).abs())).unwrap()
+                })
+                .collect::<Vec<_>>()
+        })
+        .collect();
+    transform(&mut read);
+    read.iter().zip(&signs).map(|(x, s)| x * s).collect()
 }
 
 fn dot(a: &[f64], b: &[f64]) -> f64 {
@@ -82,16 +169,37 @@ fn blocks(flush: &Flush, tokens: usize) -> impl Iterator<Item = std::ops::Range<
     (0..n / flush.group).map(move |i| flush.sinks + i * flush.group..flush.sinks + (i + 1) * flush.group)
 }
 
-/// Codes of one head's keys. `w` is the encoder of the side head, if there is one.
-pub fn code_keys(scheme: &Scheme, keys: &Head, w: Option<&Head>) -> CodedHead {
+/// One head's keys as the cache holds them: less μ under `center`.
+pub fn shifted(scheme: &Scheme, keys: &Head, head: usize) -> Head {
+    let width = keys[0].len();
+    if !scheme.key.is_some_and(|k| k.base.center) {
+        return keys.clone();
+    }
+    let mean = key_statistics(head + 1, width).mean;
+    keys.iter().map(|k| k.iter().zip(&mean[head * width..]).map(|(k, m)| k - f64::from(*m)).collect()).collect()
+}
+
+/// Codes of one head's shifted keys. `w` is the encoder of the side head, if there is one.
+pub fn code_keys(scheme: &Scheme, keys: &Head, head: usize, w: Option<&Head>) -> CodedHead {
     let mut coded = CodedHead { base: vec![None; keys.len()], side: vec![None; keys.len()] };
     let Some(key) = &scheme.key else { return coded };
     let width = keys[0].len();
     for block in blocks(&key.base.flush, keys.len()) {
         let rows = &keys[block.clone()];
         let base = match key.base.quantizer {
-            Quantizer::Kivi => per_channel(rows, key.base.bits),
-            Quantizer::Token => per_token(rows, key.base.bits, key.base.channels.unwrap_or(width)),
+            Quantizer::Kivi => per_channel(rows, key.base.bits, key.base.range.into()),
+            Quantizer::Token => {
+                per_token(rows, key.base.bits, key.base.channels.unwrap_or(width), key.base.range.into())
+            }
+            Quantizer::Grid => {
+                let statistics = key_statistics(head + 1, width);
+                let spread = if key.base.center { &statistics.deviation } else { &statistics.rms };
+                let (c, range) = (key.base.channels.unwrap_or(width), f64::from(key.base.range));
+                rows.iter().map(|row| on_grid(row, &spread[head * width..], key.base.bits, range, c)).collect()
+            }
+            Quantizer::Rotated => {
+                rows.iter().map(|row| rotate_and_code(row, key.base.bits, key.base.channels.unwrap_or(width))).collect()
+            }
         };
         let side = key.side.map(|side| {
             let z: Head = rows
@@ -100,8 +208,8 @@ pub fn code_keys(scheme: &Scheme, keys: &Head, w: Option<&Head>) -> CodedHead {
                 .map(|(k, b)| project(&k.iter().zip(b).map(|(k, b)| k - b).collect::<Vec<_>>(), w.unwrap()))
                 .collect();
             let read = match side.scales {
-                SideScales::Group => per_channel(&z, side.bits),
-                SideScales::Token => per_token(&z, side.bits, side.rank),
+                SideScales::Group => per_channel(&z, side.bits, 1.0),
+                SideScales::Token => per_token(&z, side.bits, side.rank, 1.0),
             };
             read.into_iter()
                 .map(|row| row.into_iter().map(|v| v * side.sign.factor()).collect::<Vec<_>>())
@@ -128,10 +236,82 @@ pub struct Reading {
     /// log p, also where p is too small for a number.
     pub log_p: Vec<f64>,
     pub delta: Vec<f64>,
+    /// Probabilities as read from the cache.
+    pub p_hat: Vec<f64>,
     pub output: Vec<f64>,
+    /// Σ_j p_tj v̂_j: values from the cache, dense probabilities.
+    pub readout: Vec<f64>,
     pub dense_output: Vec<f64>,
     /// E6: Σ_j p_tj² ‖v̂_j − v_j‖² / d over coded values, with dense probabilities.
     pub diagonal: f64,
+}
+
+fn is_coded(flush: Option<&Flush>, t: usize, j: usize) -> bool {
+    flush.is_some_and(|f| j >= f.sinks && j < f.sinks + flushed(f, t))
+}
+
+fn softmax(s: &[f64]) -> Vec<f64> {
+    let max = s.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let e: Vec<f64> = s.iter().map(|v| (v - max).exp()).collect();
+    let sum: f64 = e.iter().sum();
+    e.into_iter().map(|v| v / sum).collect()
+}
+
+fn squared_distance(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| (a - b).powi(2)).sum()
+}
+
+/// Values of one head as read from codes. `mass(j)` is the attention that token j got before its group was coded.
+fn code_values(
+    value: &ValueScheme,
+    flush: &Flush,
+    head: usize,
+    v: &Head,
+    mass: &dyn Fn(usize) -> f64,
+) -> Vec<Option<Vec<f64>>> {
+    let c = value.channels.unwrap_or(v[0].len());
+    let mut read = vec![None; v.len()];
+    for block in blocks(flush, v.len()) {
+        let at = |bits: u32| per_token(&v[block.clone()], bits, c, value.range.into());
+        let start = block.start;
+        if value.policy == Policy::Token {
+            block.clone().zip(at(value.bits)).for_each(|(j, row)| read[j] = Some(row));
+            continue;
+        }
+        let mean = at(value.bits);
+        let weight = |j: usize| match value.policy {
+            Policy::Token => unreachable!("uniform values were coded above"),
+            Policy::A2 => mass(j),
+            Policy::Mse => squared_distance(&mean[j - start], &v[j]),
+            Policy::Recency => j as f64,
+            // There is no definition to compare with but the one that is written down: SplitMix64 of position, layer 0 and head.
+            Policy::Random => {
+                let state = [0u64, head as u64].iter().fold(j as u64, |state, next| {
+                    let mut z = state.wrapping_add((next + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+                    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+                    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+                    z ^ (z >> 31)
+                });
+                (state >> 40) as f64
+            }
+        };
+        let mut order: Vec<usize> = block.clone().collect();
+        order.sort_by(|&a, &b| weight(b).total_cmp(&weight(a)).then(a.cmp(&b)));
+        let (more, less) = (at(value.bits + 1), at(value.bits - 1));
+        for (place, &j) in order.iter().enumerate() {
+            read[j] = Some(if place < order.len() / 2 { more[j - start].clone() } else { less[j - start].clone() });
+        }
+    }
+    read
+}
+
+/// One query's scores over the tokens from `first` on: dense, their changes, and both softmaxes.
+struct Scores {
+    first: usize,
+    dense: Vec<f64>,
+    delta: Vec<f64>,
+    p: Vec<f64>,
+    p_hat: Vec<f64>,
 }
 
 /// Attention of every query head and token, by E9 and E10: `[heads][tokens]`.
@@ -144,81 +324,79 @@ pub fn read(
     v: &[Head],
 ) -> Vec<Vec<Reading>> {
     let group = q.len() / k.len();
-    (0..q.len())
+    let key_flush = scheme.key.as_ref().map(|k| &k.base.flush);
+    let value_flush = scheme.value.map(|s| s.flush(scheme.key.as_ref()));
+    let scores: Vec<Vec<Scores>> = (0..q.len())
         .map(|h| {
             let kv = h / group;
             let side_head = scheme.side().map_or(kv, |s| if s.scope == Scope::QueryHead { h } else { kv });
             let u = basis.map(|b| matrix(b, b.decoder_of(site.layer), side_head));
             let w = basis.map(|b| matrix(b, b.encoder_of(site.layer), side_head));
-            let keys = code_keys(scheme, &k[kv], w.as_ref());
-            let value_flush = scheme.value.map(|s| s.flush(scheme.key.as_ref()));
-            let mut values: Vec<Option<Vec<f64>>> = vec![None; v[kv].len()];
-            if let (Some(value), Some(flush)) = (&scheme.value, &value_flush) {
-                let c = value.channels.unwrap_or(v[kv][0].len());
-                for block in blocks(flush, v[kv].len()) {
-                    for (j, row) in block.clone().zip(per_token(&v[kv][block], value.bits, c)) {
-                        values[j] = Some(row);
-                    }
-                }
-            }
-            let is_coded = |flush: Option<&Flush>, t: usize, j: usize| {
-                flush.is_some_and(|f| j >= f.sinks && j < f.sinks + flushed(f, t))
-            };
+            let held = shifted(scheme, &k[kv], kv);
+            let keys = code_keys(scheme, &held, kv, w.as_ref());
             (0..q[h].len())
                 .map(|t| {
                     let first = site.window.map_or(0, |w| (t + 1).saturating_sub(w));
                     let (mut dense, mut delta) = (Vec::new(), Vec::new());
                     for j in first..=t {
-                        let s = dot(&q[h][t], &k[kv][j]) * site.scale;
-                        dense.push(s);
-                        delta.push(if is_coded(scheme.key.as_ref().map(|k| &k.base.flush), t, j) {
-                            let mut read = dot(&q[h][t], keys.base[j].as_ref().unwrap()) * site.scale;
+                        dense.push(dot(&q[h][t], &k[kv][j]) * site.scale);
+                        delta.push(if is_coded(key_flush, t, j) {
+                            let mut change = dot(&q[h][t], keys.base[j].as_ref().unwrap()) - dot(&q[h][t], &held[j]);
                             if let (Some(u), Some(z)) = (&u, &keys.side[j]) {
-                                read += dot(&project(&q[h][t], u), z) * site.scale;
+                                change += dot(&project(&q[h][t], u), z);
                             }
-                            read - s
+                            change * site.scale
                         } else {
                             0.0
                         });
                     }
-                    let softmax = |s: &[f64]| {
-                        let max = s.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                        let e: Vec<f64> = s.iter().map(|v| (v - max).exp()).collect();
-                        let sum: f64 = e.iter().sum();
-                        e.into_iter().map(|v| v / sum).collect::<Vec<_>>()
-                    };
                     let p = softmax(&dense);
                     let p_hat = softmax(&dense.iter().zip(&delta).map(|(s, x)| s + x).collect::<Vec<_>>());
-                    let width = v[kv][0].len();
-                    let mix = |p: &[f64], coded: bool| -> Vec<f64> {
-                        (0..width)
-                            .map(|c| {
-                                p.iter()
-                                    .zip(first..)
-                                    .map(|(p, j)| {
-                                        let from_codes = coded && is_coded(value_flush.as_ref(), t, j);
-                                        p * if from_codes { values[j].as_ref().unwrap()[c] } else { v[kv][j][c] }
-                                    })
-                                    .sum()
-                            })
-                            .collect()
-                    };
-                    let squared_error = |j: usize| -> f64 {
-                        if !is_coded(value_flush.as_ref(), t, j) {
-                            return 0.0;
-                        }
-                        values[j].as_ref().unwrap().iter().zip(&v[kv][j]).map(|(a, b)| (a - b).powi(2)).sum()
-                    };
-                    let diagonal =
-                        p.iter().zip(first..).map(|(p, j)| p * p * squared_error(j)).sum::<f64>() / width as f64;
-                    let max = dense.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                    let log_sum = max + dense.iter().map(|s| (s - max).exp()).sum::<f64>().ln();
-                    let log_p = dense.iter().map(|s| s - log_sum).collect();
-                    Reading { output: mix(&p_hat, true), dense_output: mix(&p, false), p, log_p, delta, diagonal }
+                    Scores { first, dense, delta, p, p_hat }
                 })
                 .collect()
         })
-        .collect()
+        .collect();
+    let values: Vec<Vec<Option<Vec<f64>>>> = (0..v.len())
+        .map(|kv| {
+            let (Some(value), Some(flush)) = (&scheme.value, &value_flush) else { return vec![None; v[kv].len()] };
+            // w_j: every query head of the group, every query that came before the one that reads token j from codes.
+            let mass = |j: usize| -> f64 {
+                let rows = scores[kv * group..(kv + 1) * group].iter().flat_map(|head| head.iter().enumerate());
+                rows.filter(|(t, s)| j >= s.first && j <= *t && !is_coded(Some(flush), *t, j))
+                    .map(|(_, s)| s.p_hat[j - s.first].powi(2))
+                    .sum()
+            };
+            code_values(value, flush, kv, &v[kv], &mass)
+        })
+        .collect();
+    let reading = |h: usize, t: usize, s: &Scores| -> Reading {
+        let (v, values) = (&v[h / group], &values[h / group]);
+        let (width, tokens) = (v[0].len(), s.first..=t);
+        let from_codes = |j: usize| is_coded(value_flush.as_ref(), t, j);
+        let mix = |p: &[f64], coded: bool| -> Vec<f64> {
+            let row = |j: usize| if coded && from_codes(j) { values[j].as_ref().unwrap() } else { &v[j] };
+            (0..width).map(|c| p.iter().zip(tokens.clone()).map(|(p, j)| p * row(j)[c]).sum()).collect()
+        };
+        let squared_error =
+            |j: usize| if from_codes(j) { squared_distance(values[j].as_ref().unwrap(), &v[j]) } else { 0.0 };
+        let diagonal =
+            s.p.iter().zip(tokens.clone()).map(|(p, j)| p * p * squared_error(j)).sum::<f64>() / width as f64;
+        let max = s.dense.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let log_sum = max + s.dense.iter().map(|s| (s - max).exp()).sum::<f64>().ln();
+        Reading {
+            output: mix(&s.p_hat, true),
+            readout: mix(&s.p, true),
+            dense_output: mix(&s.p, false),
+            p: s.p.clone(),
+            p_hat: s.p_hat.clone(),
+            log_p: s.dense.iter().map(|s| s - log_sum).collect(),
+            delta: s.delta.clone(),
+            diagonal,
+        }
+    };
+    let rows = scores.iter().enumerate();
+    rows.map(|(h, rows)| rows.iter().enumerate().map(|(t, s)| reading(h, t, s)).collect()).collect()
 }
 
 /// A basis with no structure, tied or not.
