@@ -47,7 +47,10 @@ pub enum Command {
     Calibrate(Calibrate),
     Basis(Basis),
     Eval(Eval),
+    Diagnose(Diagnose),
+    Report(Report),
     Run(Run),
+    Suite(Suite),
 }
 
 /// Text, cut into windows: window i is tokens [iT, (i+1)T), encoded without special tokens.
@@ -204,10 +207,105 @@ pub struct Eval {
     pub out: Option<PathBuf>,
 }
 
+/// Test the evidence chain: does the method hold on this model?
+///
+/// Seven links, each a claim that can fail, each with its numbers, its verdict (supported, not
+/// supported, inconclusive) and what would change it:
+///   metric           the Fisher error ranks quantizers by attention KL, better than storage MSE
+///   counterexamples  lower storage MSE with higher KL and output error, at the same budget
+///   null-space       a shift that attention cannot see changes what a static quantizer loses
+///   bases            bases from queries correct more than others of the same size
+///   direction        the correction with its sign flipped is much worse than none
+///   route-flips      the most attended token changes where attention is undecided
+///   perplexity       dense, base, every correction, controls, published baselines, full caches
+///
+/// Writes diagnosis.json, report.html and report.md to --out. Interrupted, it goes on link by
+/// link when started again. Links and thresholds may differ from call to call: what is measured
+/// is kept. Bases, means and scales come from --calibration-text, or else from windows of the
+/// text that follow the measured ones.
+///
+/// Thresholds (--threshold NAME=VALUE): confidence=0.95 replicates=1000 min-points=30
+/// min-rho=0.8 min-counterexamples=0.01 budget-tolerance=0.001 (bits) min-null-rise=1.5
+/// max-null-change=0.02 min-damage=0.005 (nats) max-dense-loss=0.95 (of ln vocabulary)
+/// min-flip-ratio=1 min-flip-rise=1.5 min-excess-removed=0.25. They are explained in
+/// crates/headq-lab/src/diagnose/thresholds.rs and in every report.
+///
+/// Example:
+///
+///   headq diagnose checkpoints/headq-embedded \
+///     --text checkpoints/headq-embedded/test.txt --context 256 --windows 16 \
+///     --calibration-text checkpoints/headq-embedded/calibration.txt --out runs/embedded
+#[derive(Debug, Args)]
+#[command(verbatim_doc_comment)]
+pub struct Diagnose {
+    /// Model folder or .gguf file.
+    pub model: PathBuf,
+    /// Text to measure on, UTF-8; repeat for several; each gives its own windows.
+    #[arg(long, required = true, value_name = "FILE")]
+    pub text: Vec<PathBuf>,
+    /// Use only the first N characters (Unicode scalars) of each text.
+    #[arg(long, value_name = "N")]
+    pub max_chars: Option<usize>,
+    /// Tokens in a window.
+    #[arg(long, value_name = "T", default_value_t = 512)]
+    pub context: usize,
+    /// Windows of each text that are measured; fewer than asked is an error.
+    #[arg(long, value_name = "W", default_value_t = 8)]
+    pub windows: usize,
+    /// Begin every window with the model's beginning-of-sequence token.
+    #[arg(long)]
+    pub add_bos: bool,
+    /// Text to calibrate on instead of later windows of --text; repeat for several.
+    #[arg(long, value_name = "FILE")]
+    pub calibration_text: Vec<PathBuf>,
+    /// Windows of each text to calibrate on.
+    #[arg(long, value_name = "W", default_value_t = 4)]
+    pub calibration_windows: usize,
+    /// Links to take, separated by commas; all by default.
+    #[arg(long, value_name = "LINKS", value_delimiter = ',')]
+    pub links: Option<Vec<String>>,
+    /// Base quantizer that is corrected.
+    #[arg(long, value_name = "BASE", default_value = "kivi-2(g=32,r=32)")]
+    pub base: String,
+    /// Rank of the correction.
+    #[arg(long, default_value_t = 4)]
+    pub rank: usize,
+    /// Bits of its side codes, 2 to 8.
+    #[arg(long, default_value_t = 4)]
+    pub bits: u32,
+    /// Set a threshold of the verdicts; repeat for several.
+    #[arg(long, value_name = "NAME=VALUE")]
+    pub threshold: Vec<String>,
+    /// Folder of the run.
+    #[arg(long, value_name = "RUN")]
+    pub out: PathBuf,
+}
+
+/// Write the report of one or several runs: one HTML file, and the same as Markdown beside it.
+///
+/// The HTML needs no network and no script, is light or dark as the reader's system is, and
+/// draws its plots as inline SVG. Runs are folders that `headq diagnose`, `headq run` or
+/// `headq suite` wrote; several are set side by side under a joint table.
+///
+/// Example:
+///
+///   headq report runs/embedded --out embedded.html
+#[derive(Debug, Args)]
+#[command(verbatim_doc_comment)]
+pub struct Report {
+    /// Folders of runs.
+    #[arg(required = true, value_name = "RUN")]
+    pub runs: Vec<PathBuf>,
+    /// File to write, FILE.html; FILE.md is written beside it.
+    #[arg(long, value_name = "FILE")]
+    pub out: PathBuf,
+}
+
 /// Do all of it from a configuration: calibrate, derive bases, evaluate, report.
 ///
-/// Writes artifacts, report.json and report.md to runs/NAME (or --out). Interrupt it at will:
-/// started again, it goes on from what is there. Paths in the configuration are relative to it;
+/// With a section [eval] it writes artifacts, report.json and report.md to runs/NAME (or --out);
+/// with [diagnose], what `headq diagnose` writes. Interrupt it at will: started again, it goes
+/// on from what is there. Paths in the configuration are relative to it;
 /// ${NAME} stands for an environment variable, and a path that begins with one is relative to
 /// the current folder.
 ///
@@ -222,4 +320,24 @@ pub struct Run {
     /// Folder of the run instead of runs/NAME.
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
+}
+
+/// Run several configurations, one after the other, and write their joint report.
+///
+/// Each goes to its own folder OUT/NAME; OUT/report.html and OUT/report.md set them side by
+/// side. Interrupted, a suite goes on where it stopped. A configuration that fails (its model
+/// is not there, say) is named, the others are run, and the exit status is 1.
+///
+/// Example:
+///
+///   HEADQ_MODELS=~/models HEADQ_TEXT=~/text headq suite configs/paper/*.toml --out runs/paper
+#[derive(Debug, Args)]
+#[command(verbatim_doc_comment)]
+pub struct Suite {
+    /// Configurations, TOML.
+    #[arg(required = true, value_name = "CONFIG")]
+    pub configs: Vec<PathBuf>,
+    /// Folder of the suite.
+    #[arg(long, value_name = "DIR")]
+    pub out: PathBuf,
 }

@@ -59,6 +59,16 @@ pub enum LabError {
         /// Window, from 0.
         window: usize,
     },
+    /// Some of a suite's runs failed.
+    #[error("{failed} of {total} runs failed: {reasons}")]
+    Suite {
+        /// Runs that failed.
+        failed: usize,
+        /// Runs asked for.
+        total: usize,
+        /// Name and error of each.
+        reasons: String,
+    },
     /// Interrupted from outside.
     #[error("interrupted; nothing half-written is left behind")]
     Interrupted,

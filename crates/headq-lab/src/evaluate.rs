@@ -60,6 +60,11 @@ pub fn head_shape(config: &ModelConfig) -> HeadShape {
 }
 
 impl Sources {
+    /// One statistics artifact.
+    pub fn of_stats(path: &Path, artifact: StatsArtifact) -> Self {
+        Self { stats: vec![(path.to_owned(), artifact)], bases: Vec::new() }
+    }
+
     /// Loads artifacts and checks that they were made from this model.
     ///
     /// # Errors
@@ -318,9 +323,9 @@ pub struct Request<'a> {
 
 /// The dense pass: token losses and every scheme's diagnostics.
 #[derive(Debug, Default, Serialize, Deserialize)]
-struct DensePart {
-    nll: Vec<f64>,
-    diagnostics: Vec<HeadDiagnostics>,
+pub(crate) struct DensePart {
+    pub nll: Vec<f64>,
+    pub diagnostics: Vec<HeadDiagnostics>,
 }
 
 impl Request<'_> {
@@ -384,7 +389,7 @@ impl Request<'_> {
         })
     }
 
-    fn windows(&self) -> Vec<&[u32]> {
+    pub(crate) fn windows(&self) -> Vec<&[u32]> {
         self.texts.iter().flat_map(|t| t.windows.iter().map(Vec::as_slice)).collect()
     }
 
@@ -406,7 +411,11 @@ impl Request<'_> {
         }
     }
 
-    fn dense_pass(&self, measured: &[PlannedScheme], observer: &dyn Observer) -> Result<DensePart, LabError> {
+    pub(crate) fn dense_pass(
+        &self,
+        measured: &[PlannedScheme],
+        observer: &dyn Observer,
+    ) -> Result<DensePart, LabError> {
         let windows = self.windows();
         let (layers, device) = (self.model.config().num_layers, self.model.device());
         let mut whole = DensePart { nll: Vec::new(), diagnostics: vec![HeadDiagnostics::default(); measured.len()] };
@@ -429,7 +438,7 @@ impl Request<'_> {
         Ok(whole)
     }
 
-    fn scheme_pass(&self, planned: &PlannedScheme, observer: &dyn Observer) -> Result<Vec<f64>, LabError> {
+    pub(crate) fn scheme_pass(&self, planned: &PlannedScheme, observer: &dyn Observer) -> Result<Vec<f64>, LabError> {
         let windows = self.windows();
         let layers = self.model.config().num_layers;
         let mut whole = Vec::new();
@@ -445,7 +454,7 @@ impl Request<'_> {
         Ok(whole)
     }
 
-    fn result(
+    pub(crate) fn result(
         &self,
         planned: &PlannedScheme,
         nll: &[f64],
@@ -502,7 +511,7 @@ fn timed<T>(work: impl FnOnce() -> Result<T, LabError>) -> Result<(T, f64), LabE
 }
 
 /// Takes a part from the store if it is there and fits, or makes and keeps it. JSON keeps every bit of a number.
-fn part<T: Serialize + for<'de> Deserialize<'de>>(
+pub(crate) fn part<T: Serialize + for<'de> Deserialize<'de>>(
     store: &dyn PartStore,
     name: &str,
     fits: impl Fn(&T) -> bool,

@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::artifact::{BasisArtifact, StatsArtifact, is_temporary, write_atomic};
 use crate::calibrate::check_base;
+use crate::diagnose::thresholds::Thresholds;
 use crate::evaluate::{Evaluation, PartStore, PlannedScheme, Request, Sources};
 use crate::text::{WindowOptions, Windows, load_windows};
 use crate::{LabError, Observer, calibrate, parse_device, report};
@@ -35,10 +36,66 @@ pub struct RunConfig {
     /// Begin every window with the beginning-of-sequence token.
     #[serde(default)]
     pub add_bos: bool,
-    /// Text to calibrate on; needed where a scheme has a side code and no basis file covers it.
+    /// Text to calibrate on; needed where a scheme has a side code and no basis file covers it. A diagnosis without it calibrates on
+    /// windows of its own text that it does not measure on.
     pub calibrate: Option<TextConfig>,
-    /// What to evaluate.
-    pub eval: EvalConfig,
+    /// What to evaluate; this or `diagnose`.
+    pub eval: Option<EvalConfig>,
+    /// What to diagnose.
+    pub diagnose: Option<DiagnoseConfig>,
+}
+
+/// The evidence chain on one text.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiagnoseConfig {
+    /// One file, or a list.
+    pub text: OneOrMany,
+    /// Use only the first so many characters of each.
+    pub max_chars: Option<usize>,
+    /// Tokens in a window.
+    #[serde(default = "default_context")]
+    pub context: usize,
+    /// Windows of each text.
+    #[serde(default = "default_windows")]
+    pub windows: usize,
+    /// Links to take; all by default.
+    pub links: Option<Vec<String>>,
+    /// Base quantizer that is corrected.
+    #[serde(default = "default_base")]
+    pub base: String,
+    /// Rank of the correction.
+    #[serde(default = "default_four")]
+    pub rank: usize,
+    /// Bits of its side codes.
+    #[serde(default = "default_side_bits")]
+    pub bits: u32,
+    /// Windows of each text to calibrate on, after those that are measured; where there is no `[calibrate]`.
+    #[serde(default = "default_four")]
+    pub calibration_windows: usize,
+    /// What decides verdicts.
+    #[serde(default)]
+    pub thresholds: Thresholds,
+}
+
+fn default_context() -> usize {
+    512
+}
+
+fn default_windows() -> usize {
+    8
+}
+
+fn default_base() -> String {
+    "kivi-2(g=32,r=32)".into()
+}
+
+fn default_four() -> usize {
+    4
+}
+
+fn default_side_bits() -> u32 {
+    4
 }
 
 /// Text and windows.
@@ -85,7 +142,8 @@ pub enum OneOrMany {
 }
 
 impl OneOrMany {
-    fn as_slice(&self) -> &[String] {
+    /// As a list.
+    pub fn as_slice(&self) -> &[String] {
         match self {
             OneOrMany::One(one) => std::slice::from_ref(one),
             OneOrMany::Many(many) => many,
@@ -116,8 +174,18 @@ impl RunConfig {
                 config.name
             )));
         }
-        if config.eval.schemes.is_empty() {
-            return Err(fail("eval.schemes is empty; list at least one scheme, e.g. \"kivi-2(g=32,r=32)\"".into()));
+        match (&config.eval, &config.diagnose) {
+            (Some(eval), None) if eval.schemes.is_empty() => {
+                return Err(fail("eval.schemes is empty; list at least one scheme, e.g. \"kivi-2(g=32,r=32)\"".into()));
+            }
+            (None, None) => return Err(fail("expected a section [eval] or [diagnose], found neither".into())),
+            (Some(_), Some(_)) => {
+                return Err(fail(
+                    "has both [eval] and [diagnose]; make it two configurations, each with a run of its own".into(),
+                ));
+            }
+            (_, Some(diagnose)) => diagnose.check().map_err(fail)?,
+            _ => {}
         }
         let folder = path.parent().unwrap_or(Path::new("")).to_owned();
         let resolve = |value: &mut String| -> Result<(), LabError> {
@@ -128,8 +196,12 @@ impl RunConfig {
             Ok(())
         };
         resolve(&mut config.model)?;
-        for texts in [Some(&mut config.eval.text), config.calibrate.as_mut().map(|c| &mut c.text)].into_iter().flatten()
-        {
+        let texts = [
+            config.eval.as_mut().map(|c| &mut c.text),
+            config.diagnose.as_mut().map(|c| &mut c.text),
+            config.calibrate.as_mut().map(|c| &mut c.text),
+        ];
+        for texts in texts.into_iter().flatten() {
             match texts {
                 OneOrMany::One(one) => resolve(one)?,
                 OneOrMany::Many(many) if many.is_empty() => {
@@ -138,7 +210,7 @@ impl RunConfig {
                 OneOrMany::Many(many) => many.iter_mut().try_for_each(&resolve)?,
             }
         }
-        config.eval.basis.iter_mut().try_for_each(resolve)?;
+        config.eval.iter_mut().flat_map(|eval| &mut eval.basis).try_for_each(resolve)?;
         Ok(config)
     }
 }
@@ -172,21 +244,21 @@ fn expand(text: &str, lookup: &dyn Fn(&str) -> Option<String>) -> Result<String,
 
 /// What a run is: written first, compared when it is started again.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
-struct Manifest {
-    program: String,
-    config: RunConfig,
-    model: Fingerprint,
-    texts: Vec<crate::text::TextInfo>,
+pub(crate) struct Manifest {
+    pub program: String,
+    pub config: RunConfig,
+    pub model: Fingerprint,
+    pub texts: Vec<crate::text::TextInfo>,
     /// SHA-256 of each basis file.
-    bases: Vec<String>,
+    pub bases: Vec<String>,
 }
 
 /// A run's folder.
-struct Folder(PathBuf);
+pub(crate) struct Folder(pub PathBuf);
 
 impl Folder {
     /// Makes the folder, or takes up a run of the same manifest, and holds a lock on it.
-    fn open(path: &Path, manifest: &Manifest) -> Result<(Self, File), LabError> {
+    pub fn open(path: &Path, manifest: &Manifest) -> Result<(Self, File), LabError> {
         let file = path.join("run.json");
         let taken_up = file.exists();
         if taken_up {
@@ -252,7 +324,7 @@ impl PartStore for Folder {
     }
 }
 
-fn write_json(path: &Path, value: &impl Serialize) -> Result<(), LabError> {
+pub(crate) fn write_json(path: &Path, value: &impl Serialize) -> Result<(), LabError> {
     let mut bytes = serde_json::to_vec_pretty(value)
         .map_err(|e| LabError::Artifact { path: path.to_owned(), reason: e.to_string() })?;
     bytes.push(b'\n');
@@ -260,7 +332,7 @@ fn write_json(path: &Path, value: &impl Serialize) -> Result<(), LabError> {
 }
 
 /// A file name out of a scheme: `kivi-2(g=32,r=32)` → `kivi-2_g32_r32`.
-fn slug(text: &str) -> String {
+pub(crate) fn slug(text: &str) -> String {
     let kept = text.chars().filter_map(|c| match c {
         '=' | ')' => None,
         c if c.is_ascii_alphanumeric() || c == '-' || c == '.' => Some(c),
@@ -283,6 +355,24 @@ fn bases_to_calibrate(schemes: &[Scheme]) -> Vec<BaseScheme> {
     match (bases.is_empty(), any) {
         (true, Some(key)) => vec![key.base],
         _ => bases,
+    }
+}
+
+impl DiagnoseConfig {
+    /// Checks everything that can be checked without a model.
+    ///
+    /// # Errors
+    /// The key, what was expected and what was found.
+    pub fn check(&self) -> Result<(), String> {
+        self.base.parse::<BaseScheme>().map_err(|e| format!("base: {e}"))?;
+        if !(2..=8).contains(&self.bits) {
+            return Err(format!("bits: a side code has from 2 to 8 bits, found {}", self.bits));
+        }
+        if self.rank == 0 {
+            return Err("rank: expected at least 1, found 0".into());
+        }
+        self.thresholds.check()?;
+        crate::diagnose::asked_links(self.links.as_deref()).map(|_| ())
     }
 }
 
@@ -310,12 +400,14 @@ pub fn run(
     observer: &dyn Observer,
     announce: Announce,
 ) -> Result<Evaluation, LabError> {
-    let schemes: Vec<Scheme> = config.eval.schemes.iter().map(|s| s.parse()).collect::<Result<_, headq::Error>>()?;
+    let eval =
+        config.eval.as_ref().ok_or_else(|| LabError::Usage("this configuration has no [eval] section".into()))?;
+    let schemes: Vec<Scheme> = eval.schemes.iter().map(|s| s.parse()).collect::<Result<_, headq::Error>>()?;
     let device = parse_device(&config.device)?;
     let loaded = load(&config.model, &device, &LoadOptions::default())?;
     schemes.iter().try_for_each(|s| s.check(loaded.config().head_dim))?;
     let tokenizer = loaded.tokenizer()?;
-    let eval_texts = windows(&config.eval.text, &tokenizer, &window_options(config, &config.eval))?;
+    let eval_texts = windows(&eval.text, &tokenizer, &window_options(config, eval))?;
     let calibration_texts = match &config.calibrate {
         None => Vec::new(),
         Some(c) => windows(
@@ -324,19 +416,21 @@ pub fn run(
             &WindowOptions { max_chars: c.max_chars, context: c.context, windows: c.windows, add_bos: config.add_bos },
         )?,
     };
-    let given = Sources::load::<String>(&[], &config.eval.basis, &loaded.fingerprint)?;
+    let given = Sources::load::<String>(&[], &eval.basis, &loaded.fingerprint)?;
+    let needed = eval.context.max(config.calibrate.as_ref().map_or(0, |c| c.context));
+    check_context(&loaded, needed)?;
     let bases = planned_calibrations(config, &schemes, &given, &loaded)?;
-    announce(&loaded, config.eval.context.max(config.calibrate.as_ref().map_or(0, |c| c.context)));
+    announce(&loaded, needed);
     let manifest = Manifest {
         program: crate::PROGRAM.into(),
         config: config.clone(),
         model: loaded.fingerprint.clone(),
         texts: calibration_texts.iter().chain(&eval_texts).map(|t| t.text.clone()).collect(),
-        bases: config.eval.basis.iter().map(|b| file_sha256(Path::new(b))).collect::<Result<_, _>>()?,
+        bases: eval.basis.iter().map(|b| file_sha256(Path::new(b))).collect::<Result<_, _>>()?,
     };
     let (folder, _lock) = Folder::open(&options.out, &manifest)?;
     let sources = calibrated(config, bases, given, &loaded, &calibration_texts, &folder, options, observer)?;
-    let planned = sources.plan_all(&config.eval.schemes, loaded.config(), config.seed)?;
+    let planned = sources.plan_all(&eval.schemes, loaded.config(), config.seed)?;
     keep_bases(&planned, &sources, &folder, config.seed)?;
     let request = Request {
         model: &loaded.model,
@@ -369,8 +463,20 @@ fn window_options(config: &RunConfig, eval: &EvalConfig) -> WindowOptions {
     WindowOptions { max_chars: eval.max_chars, context: eval.context, windows: eval.windows, add_bos: config.add_bos }
 }
 
-fn windows(texts: &OneOrMany, tokenizer: &Tokenizer, options: &WindowOptions) -> Result<Vec<Windows>, LabError> {
+pub(crate) fn windows(
+    texts: &OneOrMany,
+    tokenizer: &Tokenizer,
+    options: &WindowOptions,
+) -> Result<Vec<Windows>, LabError> {
     texts.as_slice().iter().map(|path| load_windows(Path::new(path), tokenizer, options)).collect()
+}
+
+/// Fails where a model with learned positions has too few of them.
+pub(crate) fn check_context(loaded: &LoadedModel, needed: usize) -> Result<(), LabError> {
+    match loaded.config().position_limit().filter(|limit| needed > *limit) {
+        Some(limit) => Err(ModelError::ContextTooLong { needed, limit }.into()),
+        None => Ok(()),
+    }
 }
 
 /// Base quantizers to calibrate for the schemes that no given basis covers; fails where the run could not come to its end.
@@ -380,10 +486,6 @@ fn planned_calibrations(
     given: &Sources,
     loaded: &LoadedModel,
 ) -> Result<Vec<BaseScheme>, LabError> {
-    let needed = config.eval.context.max(config.calibrate.as_ref().map_or(0, |c| c.context));
-    if let Some(limit) = loaded.config().position_limit().filter(|limit| needed > *limit) {
-        return Err(ModelError::ContextTooLong { needed, limit }.into());
-    }
     let covered = |s: &Scheme| given.plan(&s.to_string(), loaded.config(), config.seed).is_ok();
     let calibrated = |s: &Scheme| s.key.is_some_and(|key| key.side.is_some() || key.base.is_static());
     let open: Vec<Scheme> = schemes.iter().copied().filter(|s| calibrated(s) && !covered(s)).collect();
@@ -420,32 +522,35 @@ fn calibrated(
 ) -> Result<Sources, LabError> {
     for base in bases {
         let path = folder.0.join(format!("stats-{}.safetensors", slug(&base.to_string())));
-        let artifact = match path.exists() {
-            true => StatsArtifact::load(&path).map_err(|error| match error {
-                LabError::Artifact { path, reason } => LabError::Artifact {
-                    path,
-                    reason: format!("{reason}; remove the file, and the run makes it again"),
-                },
-                other => other,
-            })?,
-            false => {
-                let made = calibrate(
-                    &loaded.model,
-                    &loaded.fingerprint,
-                    texts,
-                    config.add_bos,
-                    base,
-                    options.threads,
-                    observer,
-                )?;
-                made.save(&path)?;
-                made
-            }
-        };
-        artifact.header.check_model(&path, &loaded.fingerprint)?;
+        let artifact = kept_statistics(&path, loaded, || {
+            calibrate(&loaded.model, &loaded.fingerprint, texts, config.add_bos, base, options.threads, observer)
+        })?;
         sources.stats.push((path, artifact));
     }
     Ok(sources)
+}
+
+/// Statistics from a file of the run, or newly made and kept there.
+pub(crate) fn kept_statistics(
+    path: &Path,
+    loaded: &LoadedModel,
+    make: impl FnOnce() -> Result<StatsArtifact, LabError>,
+) -> Result<StatsArtifact, LabError> {
+    let artifact = match path.exists() {
+        true => StatsArtifact::load(path).map_err(|error| match error {
+            LabError::Artifact { path, reason } => {
+                LabError::Artifact { path, reason: format!("{reason}; remove the file, and the run makes it again") }
+            }
+            other => other,
+        })?,
+        false => {
+            let made = make()?;
+            made.save(path)?;
+            made
+        }
+    };
+    artifact.header.check_model(path, &loaded.fingerprint)?;
+    Ok(artifact)
 }
 
 /// Leaves every derived basis in the folder, for use elsewhere.

@@ -49,6 +49,22 @@ pub struct Windows {
     pub windows: Vec<Vec<u32>>,
 }
 
+impl Windows {
+    /// The first `at` windows, and the others.
+    pub fn split(mut self, at: usize) -> (Windows, Windows) {
+        let rest = self.windows.split_off(at);
+        let with = |windows: Vec<Vec<u32>>| {
+            let text = TextInfo { tokens_sha256: tokens_sha256(&windows), ..self.text.clone() };
+            Windows { text, windows }
+        };
+        (with(self.windows.clone()), with(rest))
+    }
+}
+
+fn tokens_sha256(windows: &[Vec<u32>]) -> String {
+    hex(&Sha256::digest(windows.iter().flatten().flat_map(|t| t.to_le_bytes()).collect::<Vec<u8>>()))
+}
+
 /// Reads the part of a text that is used, with LF line ends.
 ///
 /// # Errors
@@ -118,9 +134,7 @@ pub fn load_windows(path: &Path, tokenizer: &Tokenizer, options: &WindowOptions)
         sha256: hex(&Sha256::digest(text.as_bytes())),
         chars: text.chars().count(),
         tokens: tokens.len(),
-        tokens_sha256: hex(&Sha256::digest(
-            windows.iter().flatten().flat_map(|t| t.to_le_bytes()).collect::<Vec<u8>>(),
-        )),
+        tokens_sha256: tokens_sha256(&windows),
     };
     Ok(Windows { text: info, windows })
 }

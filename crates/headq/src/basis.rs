@@ -232,7 +232,7 @@ fn haar(width: usize, rank: usize, seed: u64) -> DMatrix<f64> {
 }
 
 /// A stream of its own for each layer and head (SplitMix64 of the three numbers).
-pub(crate) fn head_seed(seed: u64, layer: usize, head: usize) -> u64 {
+pub fn head_seed(seed: u64, layer: usize, head: usize) -> u64 {
     [layer as u64, head as u64].into_iter().fold(seed, |state, next| {
         let mut z = state.wrapping_add(next.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

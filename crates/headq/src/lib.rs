@@ -41,7 +41,7 @@ pub use attention::{LayerState, QuantizedCache};
 pub use basis::Basis;
 pub use codec::HeadqAttention;
 pub use error::Error;
-pub use metrics::{Diagnostics, HeadDiagnostics, LayerProbe, QueryReading, QuerySink};
+pub use metrics::{Diagnostics, HeadDiagnostics, LayerProbe, QueryReading, QuerySink, ShiftChange};
 pub use scheme::Scheme;
 pub use seam::{Attention, AttentionSite, DenseAttention, dense_attention, repeat_kv};
 pub use stats::{KeyStatistics, LayerStats, Moments};

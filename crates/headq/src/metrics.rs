@@ -282,6 +282,44 @@ impl Attention for LayerProbe<'_> {
     }
 }
 
+/// What subtracting one vector from every key does to dense attention: nothing, but for rounding.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct ShiftChange {
+    /// Largest change of a probability.
+    pub probability: f64,
+    /// Largest score in magnitude, shifted or not: what rounding is relative to.
+    pub score: f64,
+}
+
+impl ShiftChange {
+    /// Dense attention over `k` beside that over k − `offset`.
+    ///
+    /// # Shapes
+    /// `q` `[batch, heads, tokens, head_dim]`, `k` `[batch, kv_heads, tokens, head_dim]`, `offset` `[1, kv_heads, 1, head_dim]`
+    pub fn of(site: &AttentionSite, q: &Tensor<4>, k: &Tensor<4>, offset: &Tensor<4>) -> Self {
+        let (kv_heads, total) = (k.dims()[1], k.dims()[2]);
+        let shifted = k.clone() - offset.clone();
+        let change = |queries: std::ops::Range<usize>| {
+            let tokens = first_visible(site, &queries)..queries.end;
+            let q = grouped_queries(site, q, kv_heads, &queries);
+            let read = |k: &Tensor<4>| {
+                let scores = q.clone().matmul(k.clone().narrow(2, tokens.start, tokens.len()).swap_dims(2, 3));
+                let largest: f32 = scores.clone().abs().max().into_scalar();
+                (probabilities(site, scores, &queries, &tokens), largest)
+            };
+            let ((p, largest), (p_shifted, largest_shifted)) = (read(k), read(&shifted));
+            let change: f32 = (p - p_shifted).abs().max().into_scalar();
+            Self { probability: change.into(), score: largest.max(largest_shifted).into() }
+        };
+        tiles(0, total).map(change).fold(Self::default(), Self::worst)
+    }
+
+    /// The larger of both in each respect.
+    pub fn worst(self, other: Self) -> Self {
+        Self { probability: self.probability.max(other.probability), score: self.score.max(other.score) }
+    }
+}
+
 /// One scheme's codes of a layer, beside the errors they make.
 struct Coded<'a> {
     module: &'a HeadqAttention,

@@ -189,6 +189,11 @@ impl KeyStatistics {
         Self { mean: self.mean.iter().map(|m| m * factor).collect(), ..self.clone() }
     }
 
+    /// μ of one layer: `[1, kv_heads, 1, head_dim]`.
+    pub fn mean_of(&self, layer: usize) -> burn::tensor::TensorData {
+        burn::tensor::TensorData::new(self.layer(&self.mean, layer).to_vec(), [1, self.kv_heads, 1, self.head_dim])
+    }
+
     /// The part of `[layers, kv_heads, head_dim]` that belongs to a layer.
     pub(crate) fn layer<'a>(&self, all: &'a [f32], layer: usize) -> &'a [f32] {
         let size = self.kv_heads * self.head_dim;

@@ -2,9 +2,12 @@
 
 pub mod basis;
 pub mod calibrate;
+pub mod diagnose;
 pub mod eval;
 pub mod inspect;
+pub mod report;
 pub mod run;
+pub mod suite;
 
 use std::io::Write;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,9 @@
 //! `headq run`
 
+use std::path::Path;
+
+use headq_lab::diagnose::data::Diagnosis;
+use headq_lab::evaluate::Evaluation;
 use headq_lab::run::{RunConfig, RunOptions, run as run_config};
 use headq_lab::{LabError, report};
 use headq_models::LoadedModel;
@@ -7,27 +11,54 @@ use headq_models::LoadedModel;
 use super::Context;
 use crate::args::Run;
 
+/// What a run came to, by the section that its configuration has.
+pub enum Outcome {
+    Evaluation(Box<Evaluation>),
+    Diagnosis(Box<Diagnosis>),
+}
+
 pub fn run(context: &Context, args: &Run) -> Result<(), LabError> {
-    let mut config = RunConfig::load(&args.config)?;
+    let config = load(context, &args.config)?;
+    let out = args.out.clone().unwrap_or_else(|| Path::new("runs").join(&config.name));
+    let options = RunOptions {
+        out: out.clone(),
+        threads: context.threads,
+        command: format!("headq run {}", super::diagnose::quoted(&args.config.to_string_lossy())),
+    };
+    match take(context, &config, &options)? {
+        Outcome::Evaluation(evaluation) => context.print(
+            || super::json(&evaluation),
+            || {
+                let provenance = report::provenance(&evaluation).join("\n");
+                let table = report::table(&evaluation, false);
+                format!("{provenance}\n{table}\nreport: {}", out.join("report.md").display())
+            },
+        ),
+        Outcome::Diagnosis(diagnosis) => {
+            context.print(|| super::json(&diagnosis), || super::diagnose::summary(&diagnosis, &out))
+        }
+    }
+}
+
+/// Reads a configuration; device and seed of the command line come before its own.
+pub fn load(context: &Context, path: &Path) -> Result<RunConfig, LabError> {
+    let mut config = RunConfig::load(path)?;
     if let Some(device) = &context.device {
         config.device = device.clone();
     }
     if let Some(seed) = context.seed {
         config.seed = seed;
     }
-    let out = args.out.clone().unwrap_or_else(|| std::path::Path::new("runs").join(&config.name));
-    let options = RunOptions {
-        out: out.clone(),
-        threads: context.threads,
-        command: format!("headq run {}", args.config.display()),
-    };
+    Ok(config)
+}
+
+/// Carries out a configuration of either kind.
+pub fn take(context: &Context, config: &RunConfig, options: &RunOptions) -> Result<Outcome, LabError> {
+    if config.diagnose.is_some() {
+        let diagnosis = super::diagnose::take(context, config, options)?;
+        super::report::write(&[options.out.clone()], &options.out.join("report.html"), &options.command)?;
+        return Ok(Outcome::Diagnosis(Box::new(diagnosis)));
+    }
     let announce = |loaded: &LoadedModel, tokens: usize| context.say_memory(&loaded.description, tokens, usize::MAX);
-    let evaluation = run_config(&config, &options, &context.bars, &announce)?;
-    context.print(
-        || super::json(&evaluation),
-        || {
-            let (provenance, table) = (report::provenance(&evaluation).join("\n"), report::table(&evaluation, false));
-            format!("{provenance}\n{table}\nreport: {}", out.join("report.md").display())
-        },
-    )
+    Ok(Outcome::Evaluation(Box::new(run_config(config, options, &context.bars, &announce)?)))
 }

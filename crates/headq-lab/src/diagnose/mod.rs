@@ -1,4 +1,265 @@
 //! `headq diagnose`: the seven links of the evidence chain, each with its numbers and its verdict.
+//!
+//! | file | what |
+//! |---|---|
+//! | `data` | what a diagnosis finds, as `diagnosis.json` has it |
+//! | `thresholds` | what decides verdicts |
+//! | `settings` | which quantizers, policies and schemes are compared |
+//! | `chain` | the passes over text that the links share, kept part by part |
+//! | `flips` | constant-size summaries of single queries |
+//! | `statistics`, `judge` | rank correlations, bootstrap intervals, verdicts: pure functions of the data |
+//!
+//! Everything is measured in passes over windows of text; what a pass keeps does not grow with the text. Finished passes are parts of
+//! the run's folder, so that an interrupted diagnosis goes on where it stopped, link by link; verdicts are drawn anew each time, so
+//! that another threshold needs no new measurement.
 
+mod chain;
 pub mod data;
+mod flips;
+pub mod judge;
+pub mod settings;
+pub mod statistics;
 pub mod thresholds;
+
+use std::path::Path;
+
+use headq::scheme::{BaseScheme, Scheme};
+use headq_models::{LoadOptions, LoadedModel, load};
+
+use self::chain::Chain;
+use self::data::{Calibration, Diagnosis, LINKS};
+use self::settings::Plan;
+use crate::artifact::StatsArtifact;
+use crate::calibrate::check_base;
+use crate::evaluate::{Request, Sources};
+use crate::run::{
+    Announce, DiagnoseConfig, Folder, Manifest, RunConfig, RunOptions, check_context, kept_statistics, windows,
+    write_json,
+};
+use crate::text::{WindowOptions, Windows};
+use crate::{LabError, Observer, calibrate, parse_device};
+
+/// File of a run's folder that holds its diagnosis.
+pub const FILE: &str = "diagnosis.json";
+
+/// The links asked for, by their place in the chain.
+///
+/// # Errors
+/// In words, for an unknown name, one given twice, or none at all.
+pub fn asked_links(names: Option<&[String]>) -> Result<[bool; 7], String> {
+    let Some(names) = names else { return Ok([true; 7]) };
+    let mut asked = [false; 7];
+    for name in names {
+        let known = || LINKS.map(|(name, ..)| name).join(", ");
+        let at = LINKS.iter().position(|(known, ..)| known == name);
+        let at = at.ok_or_else(|| format!("links: '{name}' is not known; known are {}", known()))?;
+        if std::mem::replace(&mut asked[at], true) {
+            return Err(format!("links: '{name}' is given twice"));
+        }
+    }
+    if names.is_empty() {
+        return Err("links: the list is empty; leave it out to take all".into());
+    }
+    Ok(asked)
+}
+
+/// Texts to measure on and to calibrate on, which share no window.
+struct Texts {
+    measured: Vec<Windows>,
+    calibration: Vec<Windows>,
+    calibration_context: usize,
+    first_calibration_window: usize,
+}
+
+impl Texts {
+    fn load(config: &RunConfig, diagnose: &DiagnoseConfig, loaded: &LoadedModel) -> Result<Self, LabError> {
+        let tokenizer = loaded.tokenizer()?;
+        let own = WindowOptions {
+            max_chars: diagnose.max_chars,
+            context: diagnose.context,
+            windows: diagnose.windows,
+            add_bos: config.add_bos,
+        };
+        if diagnose.windows == 0 {
+            return Err(LabError::Usage("windows 0: at least one is needed".into()));
+        }
+        if let Some(c) = &config.calibrate {
+            let options = WindowOptions { max_chars: c.max_chars, context: c.context, windows: c.windows, ..own };
+            return Ok(Self {
+                measured: windows(&diagnose.text, &tokenizer, &own)?,
+                calibration: windows(&c.text, &tokenizer, &options)?,
+                calibration_context: c.context,
+                first_calibration_window: 0,
+            });
+        }
+        let (w, c) = (diagnose.windows, diagnose.calibration_windows);
+        if c == 0 {
+            let reason =
+                "calibration windows 0: bases, means and scales come from at least one window that is not measured";
+            return Err(LabError::Usage(reason.into()));
+        }
+        let both =
+            windows(&diagnose.text, &tokenizer, &WindowOptions { windows: w + c, ..own }).map_err(|e| match e {
+                LabError::Text { path, reason } => LabError::Text {
+                    path,
+                    reason: format!(
+                        "{reason} ({w} windows are measured, {c} are for calibration unless it has a text of its own)"
+                    ),
+                },
+                other => other,
+            })?;
+        let (measured, calibration) = both.into_iter().map(|text| text.split(w)).unzip();
+        Ok(Self { measured, calibration, calibration_context: diagnose.context, first_calibration_window: w })
+    }
+
+    fn calibration_windows(&self) -> usize {
+        self.calibration.first().map_or(0, |t| t.windows.len())
+    }
+}
+
+/// Fails where the base quantizer codes nothing, or the correction does not fit the heads.
+fn check(plan: &Plan, diagnose: &DiagnoseConfig, texts: &Texts) -> Result<(), LabError> {
+    for scheme in [plan.uncorrected(), plan.flipped()] {
+        scheme.check(plan.head_dim)?;
+    }
+    let least = plan.least_context() + 1;
+    if diagnose.context < least {
+        return Err(LabError::Usage(format!(
+            "windows of {} tokens are read dense throughout under {}; give a context of at least {least}",
+            diagnose.context, plan.base
+        )));
+    }
+    check_base(&plan.base, texts.calibration_context, plan.head_dim)
+}
+
+/// What makes a diagnosis another one: links and thresholds can be changed and the run still goes on.
+fn identity(config: &RunConfig) -> RunConfig {
+    let mut config = config.clone();
+    if let Some(diagnose) = &mut config.diagnose {
+        diagnose.links = None;
+        diagnose.thresholds = Default::default();
+    }
+    config
+}
+
+/// Carries out a diagnosis, or goes on with it.
+///
+/// # Errors
+/// On any bad input, before the folder is touched; on interruption, with finished parts kept.
+pub fn diagnose(
+    config: &RunConfig,
+    options: &RunOptions,
+    observer: &dyn Observer,
+    announce: Announce,
+) -> Result<Diagnosis, LabError> {
+    let missing = || LabError::Usage("this configuration has no [diagnose] section".into());
+    let asked = config.diagnose.as_ref().ok_or_else(missing)?;
+    asked.check().map_err(LabError::Usage)?;
+    let links = asked_links(asked.links.as_deref()).map_err(LabError::Usage)?;
+    let base: BaseScheme = asked.base.parse()?;
+    let device = parse_device(&config.device)?;
+    let loaded = load(&config.model, &device, &LoadOptions::default())?;
+    let plan = Plan { base, rank: asked.rank, bits: asked.bits, head_dim: loaded.config().head_dim };
+    let texts = Texts::load(config, asked, &loaded)?;
+    check(&plan, asked, &texts)?;
+    let needed = asked.context.max(texts.calibration_context);
+    check_context(&loaded, needed)?;
+    announce(&loaded, needed);
+    let manifest = Manifest {
+        program: crate::PROGRAM.into(),
+        config: identity(config),
+        model: loaded.fingerprint.clone(),
+        texts: texts.calibration.iter().chain(&texts.measured).map(|t| t.text.clone()).collect(),
+        bases: Vec::new(),
+    };
+    let (folder, _lock) = Folder::open(&options.out, &manifest)?;
+    let statistics = |file: &str, of: &[Windows]| -> Result<StatsArtifact, LabError> {
+        kept_statistics(&folder.0.join(file), &loaded, || {
+            calibrate(&loaded.model, &loaded.fingerprint, of, config.add_bos, base, options.threads, observer)
+        })
+    };
+    let calibrated = statistics("stats-calibration.safetensors", &texts.calibration)?;
+    let request = Request {
+        model: &loaded.model,
+        fingerprint: &loaded.fingerprint,
+        name: config.model.clone(),
+        device: config.device.clone(),
+        texts: &texts.measured,
+        add_bos: config.add_bos,
+        schemes: &[],
+        seed: config.seed,
+        diagnostics: true,
+        threads: options.threads,
+        timings: false,
+    };
+    let held_out = || statistics("stats-measured.safetensors", &texts.measured);
+    let chain = Chain {
+        request: &request,
+        plan: &plan,
+        sources: &Sources::of_stats(Path::new("stats-calibration.safetensors"), calibrated),
+        held_out: &held_out,
+        thresholds: &asked.thresholds,
+        observer,
+        store: &folder,
+    };
+    let diagnosis = chain.take(links, skeleton(config, asked, &request, &texts, options))?;
+    write_json(&folder.0.join(FILE), &diagnosis)?;
+    Ok(diagnosis)
+}
+
+/// Everything but the links.
+fn skeleton(
+    config: &RunConfig,
+    asked: &DiagnoseConfig,
+    request: &Request,
+    texts: &Texts,
+    options: &RunOptions,
+) -> Diagnosis {
+    Diagnosis {
+        program: crate::PROGRAM.into(),
+        name: config.name.clone(),
+        command: options.command.clone(),
+        model: config.model.clone(),
+        fingerprint: request.fingerprint.clone(),
+        device: config.device.clone(),
+        seed: config.seed,
+        add_bos: config.add_bos,
+        context: asked.context,
+        windows: asked.windows,
+        tokens: request.windows().iter().map(|w| w.len() - 1).sum(),
+        texts: texts.measured.iter().map(|t| t.text.clone()).collect(),
+        calibration: Calibration {
+            texts: texts.calibration.iter().map(|t| t.text.clone()).collect(),
+            first_window: texts.first_calibration_window,
+            windows: texts.calibration_windows(),
+            context: texts.calibration_context,
+            tokens: texts.calibration.iter().flat_map(|t| &t.windows).map(Vec::len).sum(),
+        },
+        base: asked.base.parse::<Scheme>().map_or(asked.base.clone(), |s| s.to_string()),
+        rank: asked.rank,
+        bits: asked.bits,
+        thresholds: asked.thresholds,
+        metric: None,
+        counterexamples: None,
+        null_space: None,
+        bases: None,
+        direction: None,
+        route_flips: None,
+        perplexity: None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn links_are_named_once_each() {
+        let asked = |names: &[&str]| asked_links(Some(&names.iter().map(|n| n.to_string()).collect::<Vec<_>>()));
+        assert_eq!(asked_links(None), Ok([true; 7]));
+        assert_eq!(asked(&["direction", "metric"]), Ok([true, false, false, false, true, false, false]));
+        assert!(asked(&["metrics"]).unwrap_err().contains("known are metric, counterexamples, null-space, bases"));
+        assert!(asked(&["metric", "metric"]).unwrap_err().contains("twice"));
+        assert!(asked(&[]).unwrap_err().contains("empty"));
+    }
+}

@@ -53,3 +53,83 @@ impl Default for Thresholds {
         }
     }
 }
+
+impl Thresholds {
+    /// Checks that every threshold has a meaning.
+    ///
+    /// # Errors
+    /// The name, what was expected and what was found.
+    pub fn check(&self) -> Result<(), String> {
+        let share = |name: &str, x: f64| match x > 0.0 && x < 1.0 {
+            true => Ok(()),
+            false => Err(format!("threshold {name}: expected a number between 0 and 1, found {x}")),
+        };
+        share("confidence", self.confidence)?;
+        let numbers = [
+            ("min-rho", self.min_rho),
+            ("min-counterexamples", self.min_counterexamples),
+            ("budget-tolerance", self.budget_tolerance),
+            ("min-null-rise", self.min_null_rise),
+            ("max-null-change", self.max_null_change),
+            ("min-damage", self.min_damage),
+            ("max-dense-loss", self.max_dense_loss),
+            ("min-flip-ratio", self.min_flip_ratio),
+            ("min-flip-rise", self.min_flip_rise),
+            ("min-excess-removed", self.min_excess_removed),
+        ];
+        if let Some((name, x)) = numbers.iter().find(|(_, x)| !(x.is_finite() && *x >= 0.0)) {
+            return Err(format!("threshold {name}: expected a number of at least 0, found {x}"));
+        }
+        let counts = [("replicates", self.replicates, 20, 100_000), ("min-points", self.min_points, 3, 1_000_000)];
+        match counts.iter().find(|(_, n, low, high)| n < low || n > high) {
+            Some((name, n, low, high)) => Err(format!("threshold {name}: expected {low} to {high}, found {n}")),
+            None => Ok(()),
+        }
+    }
+
+    /// Sets one threshold from `NAME=VALUE`.
+    ///
+    /// # Errors
+    /// In words, for an unknown name (listing the known ones) or a value that is not a number.
+    pub fn set(&mut self, assignment: &str) -> Result<(), String> {
+        let (name, value) =
+            assignment.split_once('=').ok_or_else(|| format!("threshold '{assignment}' is not written NAME=VALUE"))?;
+        let mut table = serde_json::to_value(*self).expect("thresholds are numbers");
+        let known = || serde_json::to_value(Thresholds::default()).expect("thresholds are numbers");
+        let slot = table.get_mut(name).ok_or_else(|| {
+            let names: Vec<String> = known().as_object().into_iter().flatten().map(|(k, _)| k.clone()).collect();
+            format!("threshold '{name}' is not known; known are {}", names.join(", "))
+        })?;
+        let number = |e: &dyn std::fmt::Display| format!("threshold {name}: expected a number, found '{value}' ({e})");
+        let value: serde_json::Value = serde_json::from_str(value).map_err(|e| number(&e))?;
+        *slot = value.clone();
+        *self = serde_json::from_value(table).map_err(|e| number(&e))?;
+        self.check()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn thresholds_are_set_by_name() {
+        let mut t = Thresholds::default();
+        t.set("min-rho=0.9").unwrap();
+        t.set("replicates=200").unwrap();
+        assert_eq!((t.min_rho, t.replicates), (0.9, 200));
+        for (bad, part) in [
+            ("rho=1", "'rho' is not known; known are confidence, replicates"),
+            ("min-rho", "NAME=VALUE"),
+            ("min-rho=high", "expected a number"),
+            ("replicates=2.5", "expected a number"),
+            ("replicates=3", "expected 20 to 100000"),
+            ("confidence=1", "between 0 and 1"),
+            ("min-damage=-1", "at least 0"),
+        ] {
+            let mut t = Thresholds::default();
+            let error = t.set(bad).unwrap_err();
+            assert!(error.contains(part), "{bad}: {error}");
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! `headq suite`
+
+use std::path::PathBuf;
+
+use headq_lab::LabError;
+use headq_lab::run::{RunConfig, RunOptions};
+
+use super::Context;
+use super::diagnose::command_line;
+use crate::args::Suite;
+
+pub fn run(context: &Context, args: &Suite) -> Result<(), LabError> {
+    let configs = load(context, args)?;
+    let mut done: Vec<PathBuf> = Vec::new();
+    let mut failed = Vec::new();
+    for (i, (path, config)) in configs.iter().enumerate() {
+        context.bars.note(&format!("{}/{}: {}", i + 1, configs.len(), config.name));
+        let options = RunOptions {
+            out: args.out.join(&config.name),
+            threads: context.threads,
+            command: format!("headq run {}", super::diagnose::quoted(&path.to_string_lossy())),
+        };
+        match super::run::take(context, config, &options) {
+            Ok(_) => done.push(options.out),
+            Err(LabError::Interrupted) => return Err(LabError::Interrupted),
+            Err(error) => {
+                tracing::error!("{}: {error}", path.display());
+                failed.push(format!("{}: {error}", config.name));
+            }
+        }
+    }
+    let report = args.out.join("report.html");
+    if !done.is_empty() {
+        super::report::write(&done, &report, &command_line())?;
+    }
+    if !failed.is_empty() {
+        let (n, total) = (failed.len(), configs.len());
+        return Err(LabError::Suite { failed: n, total, reasons: failed.join("; ") });
+    }
+    context.print(
+        || serde_json::json!({ "runs": done.iter().map(|d| d.to_string_lossy()).collect::<Vec<_>>(), "report": report.to_string_lossy() }),
+        || format!("{} runs\nreport: {}", done.len(), report.display()),
+    )
+}
+
+/// All configurations, checked before the first is run.
+fn load(context: &Context, args: &Suite) -> Result<Vec<(PathBuf, RunConfig)>, LabError> {
+    let mut configs: Vec<(PathBuf, RunConfig)> = Vec::new();
+    for path in &args.configs {
+        let config = super::run::load(context, path)?;
+        if let Some((other, _)) = configs.iter().find(|(_, c)| c.name == config.name) {
+            let reason = format!(
+                "name '{}' is also that of {}; results go to a folder of that name",
+                config.name,
+                other.display()
+            );
+            return Err(LabError::Config { path: path.clone(), reason });
+        }
+        configs.push((path.clone(), config));
+    }
+    Ok(configs)
+}
