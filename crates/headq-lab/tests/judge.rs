@@ -132,6 +132,18 @@ fn a_metric_that_is_no_better_than_storage_is_not_supported() {
 }
 
 #[test]
+fn predictors_that_are_equally_good_do_not_decide() {
+    let mut alike = points(9, 4, 3, 15, 0.0, 0.0);
+    let mut rng = rng(9);
+    let mut off = |x: f64| x * (0.5 * (rng.random::<f64>() - 0.5)).exp();
+    alike.iter_mut().for_each(|p| (p.mse, p.fisher) = (off(p.kl), off(p.kl)));
+    let link = keys_only(settings(5), alike);
+    let difference = link.keys[0].difference.unwrap();
+    assert!(link.keys[0].operator.unwrap().low > 0.8 && difference.low < 0.0 && difference.high > 0.0);
+    assert_eq!(metric_verdict(&link), Verdict::Inconclusive);
+}
+
+#[test]
 fn a_metric_without_enough_to_go_on_is_inconclusive() {
     let few = keys_only(settings(5), points(4, 1, 1, 15, 0.1, 8.0));
     assert_eq!(metric_verdict(&few), Verdict::Inconclusive);
@@ -562,6 +574,17 @@ fn perplexity_by_gain_excess_and_the_random_control() {
     assert_eq!(perplexity_verdict(0.35, 0.38), Verdict::Inconclusive, "too little of the excess");
     assert_eq!(perplexity_verdict(0.15, 0.1), Verdict::NotSupported, "a random basis removes more");
     assert_eq!(perplexity_verdict(0.5, 0.6), Verdict::NotSupported, "it costs");
+}
+
+#[test]
+fn a_flipped_sign_is_neither_the_correction_nor_the_random_control() {
+    let mut all = rows(0.15, 0.38);
+    let flipped = |family: Family| format!("{BASE}+{family}(rank=4,bits=4,sign=-1)");
+    all.push(row(Role::Control, &flipped(Family::Random), Some(BASE), 0.05));
+    all.push(row(Role::Corrected, &flipped(Family::ScoreOptimal), Some(BASE), 0.02));
+    let link = perplexity(all, VOCABULARY, &thresholds(), 1);
+    assert_eq!(verdict(&link, &link.judgement), Verdict::Supported);
+    assert!(link.judgement.because.starts_with(&corrected(Family::QueryPca)), "{}", link.judgement.because);
 }
 
 #[test]
