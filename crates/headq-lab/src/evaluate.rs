@@ -340,14 +340,17 @@ impl Request<'_> {
         }
         let measured: &[PlannedScheme] = if self.diagnostics { &schemes } else { &[] };
         // The clock needs a dense pass of its own; otherwise diagnostics are taken on the one that is run anyway.
-        let dense_seconds =
-            self.timings.then(|| timed(|| self.dense_pass(&[], observer))).transpose()?.map(|(_, seconds)| seconds);
+        let dense_seconds = self
+            .timings
+            .then(|| timed(|| self.dense_pass("dense", &[], observer)))
+            .transpose()?
+            .map(|(_, seconds)| seconds);
         let mut results = Vec::new();
         let scored: usize = self.windows().iter().map(|w| w.len() - 1).sum();
         let fits = |nll: &Vec<f64>| nll.len() == scored;
         let fits_dense = |d: &DensePart| fits(&d.nll) && d.diagnostics.len() == measured.len();
         let (dense, with_diagnostics): (DensePart, f64) =
-            timed(|| part(store, "dense", fits_dense, || self.dense_pass(measured, observer)))?;
+            timed(|| part(store, "dense", fits_dense, || self.dense_pass("dense", measured, observer)))?;
         // What diagnostics cost is the coded schemes' to bear: the dense one has nothing to measure.
         let coded = schemes.iter().filter(|s| !s.scheme.is_dense()).count().max(1) as f64;
         for (i, planned) in schemes.iter().enumerate() {
@@ -411,8 +414,10 @@ impl Request<'_> {
         }
     }
 
+    /// Token losses of the dense model, and what each of `measured` would have done to its attention; `what` names the pass.
     pub(crate) fn dense_pass(
         &self,
+        what: &str,
         measured: &[PlannedScheme],
         observer: &dyn Observer,
     ) -> Result<DensePart, LabError> {
@@ -420,7 +425,7 @@ impl Request<'_> {
         let (layers, device) = (self.model.config().num_layers, self.model.device());
         let mut whole = DensePart { nll: Vec::new(), diagnostics: vec![HeadDiagnostics::default(); measured.len()] };
         map_in_order(
-            "dense",
+            what,
             windows.len(),
             self.threads,
             observer,

@@ -16,7 +16,7 @@ pub fn run(context: &Context, args: &Diagnose) -> Result<(), LabError> {
     let config = config(context, args)?;
     let options = RunOptions { out: args.out.clone(), threads: context.threads, command: command_line() };
     let diagnosis = take(context, &config, &options)?;
-    super::report::write(&[args.out.clone()], &args.out.join("report.html"), &options.command)?;
+    super::report::write(std::slice::from_ref(&args.out), &args.out.join("report.html"), &options.command)?;
     context.print(|| super::json(&diagnosis), || summary(&diagnosis, &args.out))
 }
 

@@ -56,7 +56,7 @@ pub fn load(context: &Context, path: &Path) -> Result<RunConfig, LabError> {
 pub fn take(context: &Context, config: &RunConfig, options: &RunOptions) -> Result<Outcome, LabError> {
     if config.diagnose.is_some() {
         let diagnosis = super::diagnose::take(context, config, options)?;
-        super::report::write(&[options.out.clone()], &options.out.join("report.html"), &options.command)?;
+        super::report::write(std::slice::from_ref(&options.out), &options.out.join("report.html"), &options.command)?;
         return Ok(Outcome::Diagnosis(Box::new(diagnosis)));
     }
     let announce = |loaded: &LoadedModel, tokens: usize| context.say_memory(&loaded.description, tokens, usize::MAX);

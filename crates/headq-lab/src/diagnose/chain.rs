@@ -130,7 +130,9 @@ impl Chain<'_> {
         let (keys, values) = self.settings();
         let planned = keys.iter().chain(&values).map(|s| self.planned(s)).collect::<Result<Vec<_>, _>>()?;
         let fits = |errors: &Errors| errors.len() == planned.len();
-        part(self.store, "settings", fits, || Ok(self.request.dense_pass(&planned, observer)?.diagnostics))
+        part(self.store, "settings", fits, || {
+            Ok(self.request.dense_pass(&format!("{} settings", planned.len()), &planned, observer)?.diagnostics)
+        })
     }
 
     fn setting(&self, scheme: &Scheme) -> Setting {
@@ -274,7 +276,8 @@ impl Chain<'_> {
         if missing.is_empty() {
             return Ok(());
         }
-        let DensePart { nll, diagnostics } = self.request.dense_pass(&missing, observer)?;
+        let DensePart { nll, diagnostics } =
+            self.request.dense_pass(&format!("errors of {} schemes", missing.len()), &missing, observer)?;
         part(self.store, "nll-dense", |kept: &Vec<f64>| kept.len() == nll.len(), || Ok(nll.clone()))?;
         for (p, errors) in missing.iter().zip(diagnostics) {
             part(self.store, &part_name("errors", &p.scheme), |_| false, || Ok(errors))?;
@@ -291,7 +294,7 @@ impl Chain<'_> {
 
     fn dense_losses(&self, observer: &dyn Observer) -> Result<Vec<f64>, LabError> {
         let fits = |nll: &Vec<f64>| nll.len() == self.scored();
-        part(self.store, "nll-dense", fits, || Ok(self.request.dense_pass(&[], observer)?.nll))
+        part(self.store, "nll-dense", fits, || Ok(self.request.dense_pass("dense", &[], observer)?.nll))
     }
 
     fn scored(&self) -> usize {

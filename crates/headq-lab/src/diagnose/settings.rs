@@ -28,10 +28,11 @@ impl Plan {
         (1..=32).rev().find(|c| self.head_dim.is_multiple_of(*c)).expect("1 divides every width")
     }
 
-    /// `g=…,r=…,sinks=…` of the base, so that all settings see the same tokens dense.
+    /// `g=…,r=…` of the base, and its sinks if it has any, so that all settings see the same tokens dense.
     fn window(&self) -> String {
         let Flush { group, residual, sinks } = self.base.flush;
-        format!("g={group},r={residual},sinks={sinks}")
+        let sinks = if sinks > 0 { format!(",sinks={sinks}") } else { String::new() };
+        format!("g={group},r={residual}{sinks}")
     }
 
     /// Key settings of the metric link: at 2, 3 and 4 bits, and for `grid` one more, which is what the others spend on scales where
@@ -56,21 +57,28 @@ impl Plan {
 
     /// Value settings of the metric link: uniform at 1 to 4 bits, every mixed policy at 2 and 3 mean bits.
     pub fn value_settings(&self) -> Vec<Scheme> {
-        let uniform = (1..=4).map(|b| self.value(Policy::Token, b));
+        let uniform = (1..=4).map(|b| (Policy::Token, b));
         let mixed = (2..=3).flat_map(|b| Policy::ALL.iter().filter(|p| p.mixed()).map(move |p| (*p, b)));
-        uniform.chain(mixed.map(|(p, b)| self.value(p, b))).map(|value| scheme(format!("dense/{value}"))).collect()
+        uniform.chain(mixed).map(|(policy, bits)| self.alone(policy, bits)).collect()
     }
 
-    /// A value policy with the base's window.
-    fn value(&self, policy: Policy, bits: u32) -> String {
-        format!("{policy}-{bits}(c={},{})", self.channels(), self.even_window(policy))
+    /// A value policy beside dense keys, with the base's window.
+    fn alone(&self, policy: Policy, bits: u32) -> Scheme {
+        let window = self.even(policy).unwrap_or_else(|| self.window());
+        scheme(format!("dense/{policy}-{bits}(c={},{window})", self.channels()))
     }
 
-    /// The base's window; a mixed policy needs an even group.
-    fn even_window(&self, policy: Policy) -> String {
+    /// A value policy beside coded keys, whose window it follows.
+    fn beside(&self, key: Scheme, policy: Policy, bits: u32) -> Scheme {
+        let window = self.even(policy).map_or(String::new(), |w| format!(",{w}"));
+        scheme(format!("{key}/{policy}-{bits}(c={}{window})", self.channels()))
+    }
+
+    /// The window of a mixed policy, which needs an even group, where the base's group is odd.
+    fn even(&self, policy: Policy) -> Option<String> {
         let Flush { group, residual, sinks } = self.base.flush;
-        let group = if policy.mixed() && !group.is_multiple_of(2) { group + 1 } else { group };
-        format!("g={group},r={residual},sinks={sinks}")
+        let odd = policy.mixed() && !group.is_multiple_of(2);
+        odd.then(|| format!("g={},r={residual},sinks={sinks}", group + 1))
     }
 
     /// The static quantizer of the null-space link, and the shift-equivariant one beside it: both code k − μ + αμ. The latter keeps
@@ -121,13 +129,12 @@ impl Plan {
         rows.push(against(Role::Control, self.flipped()));
         rows.extend(self.one_more_bit().map(|s| against(Role::Control, s)));
         rows.extend(self.published().into_iter().map(|s| (Role::Published, s, None)));
-        let policies = || Policy::ALL.iter().map(|p| self.value(*p, 2));
-        let with_values = |key: Scheme, value: &str| scheme(format!("{key}/{value}"));
-        rows.extend(policies().map(|v| (Role::Values, scheme(format!("dense/{v}")), None)));
-        rows.extend(policies().map(|v| (Role::Full, with_values(base, &v), None)));
-        rows.extend(policies().map(|v| {
-            let corrected = with_values(self.corrected(Family::QueryPca), &v);
-            (Role::FullCorrected, corrected, Some(with_values(base, &v)))
+        let policies = || Policy::ALL.iter().copied();
+        rows.extend(policies().map(|p| (Role::Values, self.alone(p, 2), None)));
+        rows.extend(policies().map(|p| (Role::Full, self.beside(base, p, 2), None)));
+        rows.extend(policies().map(|p| {
+            let corrected = self.beside(self.corrected(Family::QueryPca), p, 2);
+            (Role::FullCorrected, corrected, Some(self.beside(base, p, 2)))
         }));
         rows
     }

@@ -136,13 +136,13 @@ pub struct Units {
 }
 
 impl Units {
-    /// One unit for each distinct key, in ascending order. Where all points share a key, each point is a unit of its
-    /// own.
-    pub fn new<K: Ord>(keys: &[K]) -> Self {
+    /// One unit for each distinct key, in ascending order. Where there are fewer than `least` keys, each point is a unit of
+    /// its own.
+    pub fn new<K: Ord>(keys: &[K], least: usize) -> Self {
         let mut index: BTreeMap<&K, usize> = keys.iter().map(|k| (k, 0)).collect();
         index.values_mut().enumerate().for_each(|(i, unit)| *unit = i);
         match index.len() {
-            0 | 1 => Self::points(keys.len()),
+            few if few < least.max(2) => Self::points(keys.len()),
             count => Self { of: keys.iter().map(|k| index[k]).collect(), count, clustered: true },
         }
     }
@@ -179,14 +179,17 @@ pub struct Bootstrap {
     pub confidence: f64,
     /// Replicates.
     pub replicates: usize,
+    /// Least number of units; with fewer, percentile intervals say little and are undefined.
+    pub min_units: usize,
     /// Seed.
     pub seed: u64,
 }
 
 impl Bootstrap {
-    /// With the level and replicates of the thresholds.
+    /// With the level, replicates and least number of units of the thresholds.
     pub fn new(thresholds: &Thresholds, seed: u64) -> Self {
-        Self { confidence: thresholds.confidence, replicates: thresholds.replicates, seed }
+        let Thresholds { confidence, replicates, min_units, .. } = *thresholds;
+        Self { confidence, replicates, min_units, seed }
     }
 
     /// How often replicate `replicate` draws each of `units` units; the sum is `units`.
@@ -203,14 +206,14 @@ impl Bootstrap {
     /// Intervals of N statistics of the same resamples. `statistics` is given how often each unit occurs; the estimates
     /// are its values where each occurs once.
     ///
-    /// `None` where the estimate is undefined, for fewer than 2 units, or where fewer than half of the replicates are
+    /// `None` where the estimate is undefined, for fewer than `min_units` (and at least 2) units, or where fewer than half of the replicates are
     /// defined. Percentile intervals of a biased statistic need not hold the estimate.
     pub fn intervals<const N: usize>(
         &self,
         units: usize,
         statistics: impl Fn(&[u32]) -> [Option<f64>; N] + Sync,
     ) -> [Option<Interval>; N] {
-        if units < 2 {
+        if units < self.min_units.max(2) {
             return [None; N];
         }
         let estimates = statistics(&vec![1; units]);
@@ -344,7 +347,7 @@ mod tests {
         (0..count).map(|_| rng.random_range(0..levels) as f64).collect()
     }
 
-    const BOOTSTRAP: Bootstrap = Bootstrap { confidence: 0.95, replicates: 400, seed: 7 };
+    const BOOTSTRAP: Bootstrap = Bootstrap { confidence: 0.95, replicates: 400, min_units: 2, seed: 7 };
 
     /// Ranks by counting: those below, and half of the others that are equal.
     fn ranks_by_counting(x: &[f64]) -> Vec<f64> {
@@ -471,10 +474,10 @@ mod tests {
 
     #[test]
     fn units_are_clusters_unless_there_is_one() {
-        let units = Units::new(&[(1, 0), (0, 3), (1, 0), (0, 2)]);
+        let units = Units::new(&[(1, 0), (0, 3), (1, 0), (0, 2)], 2);
         assert_eq!((units.of.as_slice(), units.count(), units.clustered()), ([2, 1, 2, 0].as_slice(), 3, true));
-        assert_eq!(Units::new(&[5, 5, 5]), Units::points(3));
-        assert_eq!(Units::new::<usize>(&[]).count(), 0);
+        assert_eq!(Units::new(&[5, 5, 5], 1), Units::points(3));
+        assert_eq!(Units::new::<usize>(&[], 2).count(), 0);
     }
 
     /// Points of unequal clusters, related and with ties.
@@ -511,7 +514,7 @@ mod tests {
                 of.push(value);
             }
         }
-        let found = BOOTSTRAP.compare_predictors(&first, &second, &target, &Units::new(&clusters));
+        let found = BOOTSTRAP.compare_predictors(&first, &second, &target, &Units::new(&clusters, 2));
         for (interval, mut values) in found.iter().map(|i| i.unwrap()).zip(replicates) {
             values.sort_by(f64::total_cmp);
             // 2.5 % of 399 steps is 9.975.
@@ -521,7 +524,7 @@ mod tests {
         }
         let estimate = spearman_by_counting(&second, &target);
         assert!((found[1].unwrap().estimate - estimate).abs() < 1e-12);
-        assert_eq!(BOOTSTRAP.spearman(&second, &target, &Units::new(&clusters)), found[1]);
+        assert_eq!(BOOTSTRAP.spearman(&second, &target, &Units::new(&clusters, 2)), found[1]);
     }
 
     #[test]
@@ -529,11 +532,11 @@ mod tests {
         let (first, second, target, clusters) = clustered(6);
         let with = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-            pool.install(|| BOOTSTRAP.compare_predictors(&first, &second, &target, &Units::new(&clusters)))
+            pool.install(|| BOOTSTRAP.compare_predictors(&first, &second, &target, &Units::new(&clusters, 2)))
         };
         assert_eq!(with(1), with(5));
         let other = Bootstrap { seed: 8, ..BOOTSTRAP };
-        assert_ne!(with(1), other.compare_predictors(&first, &second, &target, &Units::new(&clusters)));
+        assert_ne!(with(1), other.compare_predictors(&first, &second, &target, &Units::new(&clusters, 2)));
     }
 
     #[test]

@@ -10,6 +10,9 @@ pub struct Thresholds {
     pub confidence: f64,
     /// Bootstrap replicates.
     pub replicates: usize,
+    /// Least number of units that a bootstrap resamples. With fewer windows an interval of losses is undefined; with fewer heads,
+    /// points are resampled in their place.
+    pub min_units: usize,
     /// Least number of points for a correlation (metric, route flips).
     pub min_points: usize,
     /// Metric: least Spearman ρ of Fisher error with attention KL.
@@ -39,6 +42,7 @@ impl Default for Thresholds {
         Self {
             confidence: 0.95,
             replicates: 1000,
+            min_units: 4,
             min_points: 30,
             min_rho: 0.8,
             min_counterexamples: 0.01,
@@ -80,7 +84,11 @@ impl Thresholds {
         if let Some((name, x)) = numbers.iter().find(|(_, x)| !(x.is_finite() && *x >= 0.0)) {
             return Err(format!("threshold {name}: expected a number of at least 0, found {x}"));
         }
-        let counts = [("replicates", self.replicates, 20, 100_000), ("min-points", self.min_points, 3, 1_000_000)];
+        let counts = [
+            ("replicates", self.replicates, 20, 100_000),
+            ("min-units", self.min_units, 2, 1_000_000),
+            ("min-points", self.min_points, 3, 1_000_000),
+        ];
         match counts.iter().find(|(_, n, low, high)| n < low || n > high) {
             Some((name, n, low, high)) => Err(format!("threshold {name}: expected {low} to {high}, found {n}")),
             None => Ok(()),
