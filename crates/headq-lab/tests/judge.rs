@@ -179,8 +179,10 @@ fn one_head_resamples_points() {
     let link = keys_only(settings(20), points(8, 1, 1, 60, 0.3, 10.0));
     assert!(link.resampled.starts_with("60 points"), "{}", link.resampled);
     assert_eq!(metric_verdict(&link), Verdict::Supported);
-    let heads = keys_only(settings(20), points(8, 2, 1, 60, 0.3, 10.0));
-    assert!(heads.resampled.starts_with("2 KV heads"), "{}", heads.resampled);
+    let few = keys_only(settings(20), points(8, 3, 1, 60, 0.3, 10.0));
+    assert!(few.resampled.starts_with("180 points"), "{}", few.resampled);
+    let heads = keys_only(settings(20), points(8, 4, 1, 60, 0.3, 10.0));
+    assert!(heads.resampled.starts_with("4 KV heads"), "{}", heads.resampled);
 }
 
 #[test]
@@ -471,7 +473,9 @@ fn bases_by_loss_kl_and_captured_share() {
 
 #[test]
 fn gains_of_bases_are_paired_by_window() {
-    let link = bases(reference(0.4), families((0.1, 0.1, 0.8), (0.3, 0.2, 0.4)), detail(), &thresholds(), 1);
+    // Captured shares are those of two heads here.
+    let thresholds = Thresholds { min_units: 2, ..thresholds() };
+    let link = bases(reference(0.4), families((0.1, 0.1, 0.8), (0.3, 0.2, 0.4)), detail(), &thresholds, 1);
     let gain = link.families[0].gain.unwrap();
     let expected = link.base.nll - link.families[0].result.nll;
     assert!((gain.estimate - expected).abs() < 1e-12 && gain.high - gain.low < 0.1, "{gain:?}");

@@ -141,7 +141,7 @@ mod tests {
                 let entropy = 6.0 * x;
                 // Undecided queries flip; the metric is exact where nothing flips and meaningless elsewhere.
                 let flip = entropy > 3.0;
-                let kl = if flip { (mix(i as u64) >> 40) as f64 } else { 2.0 * x };
+                let kl = if flip { (mix(!(window * n + i) as u64) >> 40) as f64 } else { 2.0 * x };
                 QueryReading {
                     layer: i % 3,
                     head: i % 7,

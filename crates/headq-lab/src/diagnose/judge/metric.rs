@@ -79,7 +79,7 @@ fn head_units(points: &[Ranked], least: usize) -> Units {
 fn resampled_in_words(units: &Units) -> String {
     match units.clustered() {
         true => format!("{} with all of their points", counted(units.count(), "KV head")),
-        false => format!("{} (of no more than one KV head)", counted(units.count(), "point")),
+        false => format!("{} (of too few KV heads to resample)", counted(units.count(), "point")),
     }
 }
 
