@@ -162,17 +162,24 @@ pub struct Basis {
 ///
 /// A scheme is KEYS or KEYS/VALUES, e.g.
 /// kivi-2(g=32,r=32)+query-pca(rank=4,bits=4)/token-2(c=32):
-///   keys    dense | kivi-B | token-B, B bits from 1 to 8
+///   keys    dense, or B bits from 1 to 8 as
+///             kivi-B    per channel over g tokens, min/max (KIVI)
+///             token-B   per token over c channels, min/max
+///             grid-B    static grid, steps from --stats for c channels; stores no scales
+///             rotated-B Hadamard rotation, Lloyd-Max levels, one scale per token and c channels
 ///             g=32     tokens coded together        r=32      newest tokens kept dense
-///             sinks=0  first tokens kept dense      range=1   share of each min/max range kept
-///             c=       channels per scale (token; default the head width)
+///             sinks=0  first tokens kept dense      range=1   share of each range kept
+///             c=       channels per scale (not kivi; default the head width)
+///             center   subtract each head's mean key (from --stats), which attention cannot see
 ///             meta=f16 width of scales and zeros, or f32
 ///   side    query-pca query-pca-centered residual-pca random score-optimal learned
 ///             rank=    of the basis (required)      bits=     of a side code, 2 to 8 (required)
 ///             scales=group|token                    what shares a scale
 ///             sign=1|-1                             -1 subtracts, a control
 ///             scope=kv-head|query-head              what has a basis of its own
-///   values  dense | token-B, with c g r sinks range meta; g r sinks default to the keys'
+///   values  dense | token-B, or B mean bits from 2 to 7 with one bit more for half of each group:
+///             a2-B the most attended, mse-B the largest errors, random-B, recency-B the newest
+///             with c g r sinks range meta; g r sinks default to the keys'
 ///
 /// Example:
 ///
@@ -213,7 +220,7 @@ pub struct Eval {
 /// supported, inconclusive) and what would change it:
 ///   metric           the Fisher error ranks quantizers by attention KL, better than storage MSE
 ///   counterexamples  lower storage MSE with higher KL and output error, at the same budget
-///   null-space       a shift that attention cannot see changes what a static quantizer loses
+///   null-space       a shift that attention cannot see raises what a static quantizer loses
 ///   bases            bases from queries correct more than others of the same size
 ///   direction        the correction with its sign flipped is much worse than none
 ///   route-flips      the most attended token changes where attention is undecided

@@ -354,6 +354,7 @@ fn a_shift_that_only_the_static_quantizer_feels_is_supported() {
     assert_eq!(null_verdict(1e-6, &rising, &[0.2, 0.21, 0.2, 0.2]), Verdict::NotSupported);
     assert_eq!(null_verdict(1e-6, &rising, &[0.0, 0.0, 0.1, 0.2]), Verdict::NotSupported);
     assert_eq!(null_verdict(1e-6, &[0.9, 0.4, 0.2, 0.1], &flat), Verdict::Inconclusive, "it falls");
+    assert_eq!(null_verdict(1e-6, &[0.9, 0.2, 0.2, 0.91], &flat), Verdict::Inconclusive, "as bad on centered keys");
     assert_eq!(null_verdict(1e-6, &rising, &[0.0; 4]), Verdict::Inconclusive);
     assert_eq!(null_verdict(1e-6, &[0.0; 4], &[0.0; 4]), Verdict::Inconclusive);
     assert_eq!(null_verdict(1e-6, &[0.3], &[0.3]), Verdict::Inconclusive);
@@ -369,6 +370,11 @@ fn dense_attention_that_moves_says_nothing() {
     }
     let moved = null_space(0.01, 1e-5, vec![curve("grid-2", false, &rising)], &thresholds());
     assert!(moved.judgement.because.contains("Dense attention moved"));
+    // One static quantizer that rises is enough: another may clip attention sinks on centered keys.
+    let curves = [("grid-3", false, [0.9, 0.2, 0.2, 0.91]), ("grid-3(sinks=4)", false, rising), ("kivi-2", true, flat)];
+    let curves = curves.map(|(scheme, equivariant, fisher)| curve(scheme, equivariant, &fisher)).to_vec();
+    let both = null_space(0.0, 1e-5, curves, &thresholds());
+    assert_eq!(verdict(&both, &both.judgement), Verdict::Supported);
     let alone = null_space(0.0, 1e-5, vec![curve("grid-2", false, &rising)], &thresholds());
     assert_eq!(verdict(&alone, &alone.judgement), Verdict::Inconclusive);
 }

@@ -335,7 +335,7 @@ pub struct NullCurve {
     pub points: Vec<NullPoint>,
 }
 
-/// Link 3: a shift of all keys, which attention cannot see, changes what a static quantizer loses.
+/// Link 3: a shift of all keys, which attention cannot see, raises what a static quantizer loses.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NullSpace {
@@ -553,7 +553,7 @@ pub const LINKS: [(&str, &str, &str); 7] = [
     (
         "null-space",
         "Null space",
-        "A shift of all keys, which attention cannot see, changes what a static quantizer loses; a shift-equivariant one stays flat.",
+        "A shift of all keys, which attention cannot see, raises what a static quantizer loses; a shift-equivariant one stays flat.",
     ),
     ("bases", "Bases", "A basis learned from queries corrects more than others of the same size."),
     ("direction", "Direction", "The correction with its sign flipped is much worse than no correction."),

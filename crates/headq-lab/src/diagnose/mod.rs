@@ -9,7 +9,8 @@
 //! | `flips` | constant-size summaries of single queries |
 //! | `statistics`, `judge` | rank correlations, bootstrap intervals, verdicts: pure functions of the data |
 //!
-//! Everything is measured in passes over windows of text; what a pass keeps does not grow with the text. Finished passes are parts of
+//! Everything is measured in passes over windows of text, of which one per core is in flight; what a pass keeps does not grow with the
+//! text, but for the loss of each scored token. Finished passes are parts of
 //! the run's folder, so that an interrupted diagnosis goes on where it stopped, link by link; verdicts are drawn anew each time, so
 //! that another threshold needs no new measurement.
 

@@ -81,13 +81,16 @@ impl Plan {
         odd.then(|| format!("g={},r={residual},sinks={sinks}", group + 1))
     }
 
-    /// The static quantizer of the null-space link, and the shift-equivariant one beside it: both code k − μ + αμ. The latter keeps
-    /// wide scales and zeros, because rounding a zero to half precision is not equivariant.
-    pub fn null_space(&self) -> [(Scheme, bool); 2] {
-        let w = self.window();
-        let bits = (self.base.bits + 1).min(8);
+    /// Quantizers of the null-space link, which all code k − μ + αμ, and whether they are shift-equivariant: the static grid, the same
+    /// with the attention sinks dense (their keys lie far from the others' mean), and one that keeps wide scales and zeros, because
+    /// rounding a zero to half precision is not equivariant.
+    pub fn null_space(&self) -> [(Scheme, bool); 3] {
+        let Flush { group, residual, sinks } = self.base.flush;
+        let (w, bits) = (self.window(), (self.base.bits + 1).min(8));
+        let more = sinks + 4;
         [
             (scheme(format!("grid-{bits}({w},c=1,center)")), false),
+            (scheme(format!("grid-{bits}(g={group},r={residual},sinks={more},c=1,center)")), false),
             (scheme(format!("kivi-{}({w},center,meta=f32)", self.base.bits)), true),
         ]
     }

@@ -21,7 +21,7 @@ pub struct Thresholds {
     pub min_counterexamples: f64,
     /// Counterexamples, metric: code bits (per element) by which two budgets may differ and still count as equal.
     pub budget_tolerance: f64,
-    /// Null space: least ratio of the largest to the smallest Fisher error over α for the static quantizer.
+    /// Null space: least ratio of the greatest Fisher error over α to that of centered keys, for a static quantizer.
     pub min_null_rise: f64,
     /// Null space: most relative change of the Fisher error over α for a shift-equivariant quantizer.
     pub max_null_change: f64,
