@@ -59,6 +59,9 @@ pub enum LabError {
         /// Window, from 0.
         window: usize,
     },
+    /// A report could not be made.
+    #[error("{0}")]
+    Report(String),
     /// Some of a suite's runs failed.
     #[error("{failed} of {total} runs failed: {reasons}")]
     Suite {

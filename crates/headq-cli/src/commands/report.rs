@@ -3,12 +3,14 @@
 use std::path::{Path, PathBuf};
 
 use headq_lab::LabError;
+use headq_report::ReportError;
 
 use super::Context;
 use super::diagnose::command_line;
 use crate::args::Report;
 
 pub fn run(context: &Context, args: &Report) -> Result<(), LabError> {
+    headq_report::check(&args.out).map_err(failed)?;
     write(&args.runs, &args.out, &command_line())?;
     let (html, markdown) = (args.out.clone(), args.out.with_extension("md"));
     context.print(
@@ -18,6 +20,17 @@ pub fn run(context: &Context, args: &Report) -> Result<(), LabError> {
 }
 
 /// Writes the report of runs to FILE.html and FILE.md.
-pub fn write(_runs: &[PathBuf], _out: &Path, _command: &str) -> Result<(), LabError> {
+pub fn write(runs: &[PathBuf], out: &Path, command: &str) -> Result<(), LabError> {
+    let loaded = runs.iter().map(|folder| headq_report::load(folder)).collect::<Result<Vec<_>, _>>().map_err(failed)?;
+    headq_report::write(&loaded, out, command).map_err(failed)?;
     Ok(())
+}
+
+/// A report's error as one of the program's, with its exit status.
+fn failed(error: ReportError) -> LabError {
+    match error {
+        ReportError::Write(error) => error,
+        ReportError::NoRuns | ReportError::NotHtml(_) => LabError::Usage(error.to_string()),
+        other => LabError::Report(other.to_string()),
+    }
 }
