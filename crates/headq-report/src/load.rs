@@ -1,0 +1,74 @@
+//! The folder of a run, loaded.
+
+use std::path::{Path, PathBuf};
+
+use headq_lab::diagnose::data::Diagnosis;
+use headq_lab::evaluate::Evaluation;
+use serde::de::DeserializeOwned;
+
+use crate::ReportError;
+
+/// What a run left behind.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Run {
+    /// Name in the report: that of the diagnosis, or of the folder.
+    pub name: String,
+    /// `diagnosis.json`.
+    pub diagnosis: Option<Diagnosis>,
+    /// `report.json`.
+    pub evaluation: Option<Evaluation>,
+}
+
+/// Loads what the folder of a run holds: `diagnosis.json`, `report.json`, or both.
+///
+/// # Errors
+/// If there is no such folder, it holds neither file, or one of them cannot be read.
+pub fn load(folder: &Path) -> Result<Run, ReportError> {
+    if !folder.exists() {
+        return Err(ReportError::NoFolder(folder.to_owned()));
+    }
+    if !folder.is_dir() {
+        return Err(ReportError::NotAFolder(folder.to_owned()));
+    }
+    let diagnosis: Option<Diagnosis> = read(&folder.join("diagnosis.json"), "a diagnosis")?;
+    let evaluation: Option<Evaluation> = read(&folder.join("report.json"), "an evaluation")?;
+    if diagnosis.is_none() && evaluation.is_none() {
+        return Err(ReportError::NoResults(folder.to_owned()));
+    }
+    let name = match &diagnosis {
+        Some(diagnosis) => diagnosis.name.clone(),
+        None => folder_name(folder),
+    };
+    Ok(Run { name, diagnosis, evaluation })
+}
+
+/// Last part of a folder's path, also where it is given as `.` or ends in `..`.
+fn folder_name(folder: &Path) -> String {
+    let whole: PathBuf = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
+    whole.file_name().unwrap_or(folder.as_os_str()).to_string_lossy().into_owned()
+}
+
+/// The contents of a file of results, where there is one.
+fn read<T: DeserializeOwned>(path: &Path, expected: &'static str) -> Result<Option<T>, ReportError> {
+    let bytes = match std::fs::read(path) {
+        Ok(bytes) => bytes,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(source) => return Err(ReportError::Io { path: path.to_owned(), source }),
+    };
+    serde_json::from_slice(&bytes).map(Some).map_err(|e| ReportError::Unreadable {
+        path: path.to_owned(),
+        expected,
+        reason: e.to_string(),
+        advice: advice(&bytes),
+    })
+}
+
+/// What to do about a file that cannot be read: it may have come from another version.
+fn advice(bytes: &[u8]) -> String {
+    let json: Option<serde_json::Value> = serde_json::from_slice(bytes).ok();
+    let program = json.as_ref().and_then(|json| json["program"].as_str()).filter(|p| *p != headq_lab::PROGRAM);
+    match program {
+        Some(program) => format!("{program} wrote it: report with that version, or make the run again with this one"),
+        None => "make the run again".to_string(),
+    }
+}
