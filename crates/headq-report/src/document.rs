@@ -137,6 +137,11 @@ impl Table {
         table
     }
 
+    /// Whether it has no rows.
+    pub fn is_empty(&self) -> bool {
+        self.groups.iter().all(|group| group.rows.is_empty())
+    }
+
     /// With the columns of another table, of the same rows, to the right.
     pub fn beside(mut self, other: Table) -> Self {
         self.columns.extend(other.columns);

@@ -11,10 +11,16 @@ const MINUS: &str = "−";
 /// Keeps a number and its unit on one line.
 const NO_BREAK: char = '\u{a0}';
 
+/// From here on a number is written with a power of ten.
+const LARGE: f64 = 1e9;
+
 /// With so many decimals, and without a negative zero.
 pub fn fixed(value: f64, decimals: usize) -> String {
     if !value.is_finite() {
         return NONE.into();
+    }
+    if value.abs() >= LARGE {
+        return scientific(value, 2);
     }
     let text = format!("{value:.decimals$}");
     match text.strip_prefix('-') {
@@ -174,6 +180,7 @@ mod tests {
             (number(f64::MAX), "1.80×10³⁰⁸"),
             (number(5e-324), "4.94×10⁻³²⁴"),
             (fixed(-0.0001, 2), "0.00"),
+            (fixed(-2e300, 2), "−2.00×10³⁰⁰"),
             (signed(-0.0001, 2), "+0.00"),
             (signed(f64::INFINITY, 2), "–"),
             (percent(0.823), "82.3\u{a0}%"),

@@ -14,6 +14,9 @@ use crate::theme;
 /// Layout of the page; colours come from [`theme::css`].
 const STYLE: &str = include_str!("style.css");
 
+/// From more columns than this on, a table is set more tightly.
+const MANY_COLUMNS: usize = 12;
+
 /// The whole document.
 pub fn render(document: &Document) -> String {
     let mut page = Page::default();
@@ -253,7 +256,7 @@ fn scrolling(table: &Table, caption: &Markup) -> Markup {
     let classes: Vec<&str> = table.columns.iter().map(|(_, align)| align_class(*align)).collect();
     html! {
         div.scroll tabindex="0" {
-            table {
+            table.dense[table.columns.len() > MANY_COLUMNS] {
                 // Stays in view where the table scrolls.
                 caption { span.held { (caption) } }
                 thead {

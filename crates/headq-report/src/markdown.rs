@@ -147,9 +147,13 @@ fn text(text: &Text) -> String {
 
 /// Text that Markdown takes for nothing else. Line ends become spaces, since every piece of text stands on one line.
 fn escape(text: &str) -> String {
+    let text = one_line(text);
     let mut escaped = String::with_capacity(text.len());
-    for c in one_line(text).chars() {
-        if matches!(c, '\\' | '`' | '*' | '_' | '<' | '>' | '[' | ']' | '|' | '&' | '#' | '~') {
+    let mut characters = text.chars().peekable();
+    while let Some(c) = characters.next() {
+        // Brackets mean something only before a target or a definition; an interval has none.
+        let link = c == ']' && matches!(characters.peek(), Some('(' | '[' | ':'));
+        if link || matches!(c, '\\' | '`' | '*' | '_' | '<' | '|' | '&' | '~') {
             escaped.push('\\');
         }
         escaped.push(c);
@@ -178,7 +182,8 @@ mod tests {
 
     #[test]
     fn special_characters() {
-        assert_eq!(escape("a_b*c|d<e>\n# f"), "a\\_b\\*c\\|d\\<e\\> \\# f");
+        assert_eq!(escape("a_b*c|d<e>\nf"), "a\\_b\\*c\\|d\\<e> f");
+        assert_eq!(escape("0.5 [0.4, 0.6] [a](b)"), "0.5 [0.4, 0.6] [a\\](b)");
         assert_eq!(code("a|b"), "`a\\|b`");
         assert_eq!(code("a``b`"), "``` a``b` ```");
     }

@@ -35,12 +35,12 @@ pub fn is_own_output(path: &Path) -> bool {
     html || (last.starts_with(&format!("{MARKDOWN_MARK}{NAME}")) && last.ends_with("-->"))
 }
 
-/// The files that [`write`] writes for FILE.html: itself, and FILE.md beside it.
+/// The files that [`write()`] writes for FILE.html: itself, and FILE.md beside it.
 fn files(out: &Path) -> [PathBuf; 2] {
     [out.to_owned(), out.with_extension("md")]
 }
 
-/// Fails early where [`write`] would fail: before runs are loaded and reports are drawn.
+/// Fails early where [`write()`] would fail: before runs are loaded and reports are drawn.
 ///
 /// # Errors
 /// If the name does not end in `.html`, its folder does not exist, or FILE.html or FILE.md exists and is not a report of this

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use headq_lab::diagnose::data::{Bases, Diagnosis, FamilyResult, HeadMap, RankCurve, Spectrum};
 
-use super::columns::{RESULT_UNITS, interval, number, results};
+use super::columns::{interval, number, results};
 use crate::document::{Align, Block, Cell, Column, Figure, Panel, Source, Table, Text};
 use crate::format::{self, maybe, nats, percent, plural};
 use crate::plot::Key;
@@ -14,14 +14,12 @@ use crate::plot::spectrum::Eigenvalues;
 
 pub fn blocks(diagnosis: &Diagnosis, source: &Source) -> Option<Vec<Block>> {
     let link = diagnosis.bases.as_ref()?;
-    let mut blocks = vec![Block::Table(families(diagnosis, link)), Block::Figure(ranks(link, source))];
-    if link.maps.iter().any(|map| map.fisher.iter().any(|layer| !layer.is_empty())) {
-        blocks.push(Block::Figure(maps(link, source)));
-    }
-    if !link.spectrum.median.is_empty() {
-        blocks.push(Block::Figure(spectrum(&link.spectrum, source)));
-    }
-    Some(blocks)
+    Some(vec![
+        Block::Table(families(diagnosis, link)),
+        Block::Figure(ranks(link, source)),
+        Block::Figure(maps(link, source)),
+        Block::Figure(spectrum(&link.spectrum, source)),
+    ])
 }
 
 /// A row of the table of families: dense and base have no family.
@@ -34,14 +32,13 @@ fn families(diagnosis: &Diagnosis, link: &Bases) -> Table {
     let columns: &[Column<Row>] = &[
         ("family", Align::Left, |r| r.family.into()),
         ("captured", Align::Right, |r| interval(r.found.and_then(|f| f.captured), percent)),
-        ("gain, nats per token", Align::Right, |r| interval(r.found.and_then(|f| f.gain), nats)),
+        ("gain", Align::Right, |r| interval(r.found.and_then(|f| f.gain), nats)),
     ];
     let found = link.families.iter().map(|f| Row { family: &f.family, found: Some(f) });
     let rows: Vec<Row> =
         ["dense", "no correction"].map(|family| Row { family, found: None }).into_iter().chain(found).collect();
     let caption = format!(
-        "Corrections of rank {} in {} on {}. Captured: share of the held-out score error that the basis captures before side \
-         quantization, mean over heads. Gain: loss of the base minus this scheme's, by window. {RESULT_UNITS}",
+        "Corrections of rank {} in {} on {}.",
         diagnosis.rank,
         plural(diagnosis.bits as usize, "bit"),
         diagnosis.base

@@ -29,7 +29,7 @@ const RESULT: &[Column<SchemeResult>] = &[
     ("Δnll ± se", Align::Right, |r| loss(r).into()),
     ("key bits", Align::Right, |r| bits(r.key_bits)),
     ("value bits", Align::Right, |r| bits(r.value_bits)),
-    ("cache bits", Align::Right, |r| bits(r.cache_bits)),
+    ("cache bits", Align::Right, |r| format::fixed(r.cache_bits, 3).into()),
     ("bytes/token", Align::Right, |r| format::fixed(r.bytes_per_token, 0).into()),
     ("KL", Align::Right, |r| number(r.kl)),
     ("Fisher", Align::Right, |r| number(r.fisher)),
@@ -41,16 +41,38 @@ const RESULT: &[Column<SchemeResult>] = &[
     ("output error", Align::Right, |r| number(r.output_error)),
 ];
 
-/// What the columns of [`RESULT`] mean, for captions.
-pub const RESULT_UNITS: &str = "Excess removed: share of the added perplexity that is taken away again. Δnll: paired difference of \
-                                the loss to dense, nats per token, with its standard error. Key and value bits: per coded element, \
-                                scales, zeros and side codes included; cache bits: per element of everything held. KL (E3) and \
-                                Fisher (E2) of attention, nats; MSE (E4) of the base code, and with the correction; readout error \
-                                (E5), A² (E6); output error (E7), relative.";
+/// What columns mean, with the equations of the specification.
+const MEANINGS: &[(&str, &str)] = &[
+    ("ppl", "perplexity: exp of the mean loss per token, of the pass in which the cache is quantized"),
+    ("excess removed", "E8: share of the perplexity that quantizing adds which the scheme takes away again"),
+    ("Δnll ± se", "paired difference of the loss to dense, nats per token, with its standard error over tokens"),
+    (
+        "gain",
+        "loss of the scheme without the correction minus this scheme's, nats per token, by window; above 0 where it helps",
+    ),
+    ("key bits, value bits", "code bits: per coded element, with scales, zeros, side codes and maps; 16 where dense"),
+    ("cache bits", "mean bits per element of everything that the cache holds, so also of what is kept dense"),
+    ("bytes/token", "bytes per cached token, whole model"),
+    ("Fisher", "E2: half the variance of the score error under attention, nats"),
+    ("KL", "E3: divergence of attention from dense attention, nats"),
+    ("key MSE, value MSE", "E4: mean square of what storing changes, of the base code; corrected: with the side code"),
+    ("readout error", "E5: mean square of what attention reads from values"),
+    ("A²", "E6: the diagonal of the readout error"),
+    ("output error", "E7: relative, keys and values as read from the cache, before the output projection"),
+    ("captured", "share of the held-out score error that a basis captures before side quantization, mean over heads"),
+    ("[low, high]", "bootstrap interval at the confidence of the thresholds"),
+];
 
-/// Bits, as a cell.
+/// The meanings of columns, as a section of their own: captions stay short.
+pub fn meanings() -> Table {
+    const COLUMNS: &[Column<(&str, &str)>] =
+        &[("column", Align::Left, |m| m.0.into()), ("meaning", Align::Left, |m| m.1.into())];
+    Table::of("What columns mean.", COLUMNS, MEANINGS)
+}
+
+/// Code bits, as a cell.
 pub fn bits(value: f64) -> Cell {
-    format::fixed(value, 3).into()
+    format::fixed(value, 4).into()
 }
 
 fn loss(result: &SchemeResult) -> String {

@@ -13,14 +13,10 @@ pub fn blocks(diagnosis: &Diagnosis, _: &Source) -> Option<Vec<Block>> {
         plural(link.pairs, "pair"),
         format::interval(link.share, percent)
     ));
-    let mut blocks = vec![Block::Paragraph(found)];
-    if !link.strongest.is_empty() {
-        let caption = "The strongest counterexamples. Each line pairs the scheme that stores better with the one that reads better; \
+    let caption = "The strongest counterexamples. Each line pairs the scheme that stores better with the one that reads better; \
                        numbers are those of the first, then of the second. Strength: the smaller of the ratios of KL and of output \
                        error.";
-        blocks.push(Block::Table(Table::of(caption, COLUMNS, &link.strongest)));
-    }
-    Some(blocks)
+    Some(vec![Block::Paragraph(found), Block::Table(Table::of(caption, COLUMNS, &link.strongest))])
 }
 
 const COLUMNS: &[Column<Counterexample>] = &[
@@ -28,7 +24,7 @@ const COLUMNS: &[Column<Counterexample>] = &[
     ("KV head", Align::Right, |c| c.head.to_string().into()),
     ("lower MSE", Align::Left, |c| scheme(&c.stored_better)),
     ("lower KL and output error", Align::Left, |c| scheme(&c.read_better)),
-    ("code bits", Align::Right, |c| pair(c.code_bits, |v| format::fixed(v, 3))),
+    ("code bits", Align::Right, |c| pair(c.code_bits, |v| format::fixed(v, 4))),
     ("MSE (E4)", Align::Right, |c| pair(c.mse, format::number)),
     ("KL, nats (E3)", Align::Right, |c| pair(c.kl, format::number)),
     ("output error (E7)", Align::Right, |c| pair(c.output_error, format::number)),

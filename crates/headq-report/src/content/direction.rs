@@ -2,7 +2,7 @@
 
 use headq_lab::diagnose::data::{Diagnosis, Direction, Interval};
 
-use super::columns::{RESULT_UNITS, interval, results};
+use super::columns::{interval, results};
 use crate::document::{Align, Block, Column, Source, Table};
 use crate::format::{self, nats};
 
@@ -36,7 +36,5 @@ fn schemes(link: &Direction) -> Table {
     const COLUMNS: &[Column<&str>] = &[("keys", Align::Left, |name| (*name).into())];
     let names = ["dense", "no correction", "correction", "sign flipped"];
     let schemes = vec![&link.dense, &link.base, &link.corrected, &link.flipped];
-    Table::of(format!("The four schemes. {RESULT_UNITS}"), COLUMNS, &names)
-        .beside(results("", vec![(None, schemes)]))
-        .without_idle_columns()
+    Table::of("The four schemes.", COLUMNS, &names).beside(results("", vec![(None, schemes)])).without_idle_columns()
 }

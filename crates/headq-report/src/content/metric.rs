@@ -1,10 +1,11 @@
 //! Link 1: what ranks quantizers.
 
-use headq_lab::diagnose::data::{Correlation, Diagnosis, Metric, Selection, SelectionRival, Setting};
+use headq_lab::diagnose::data::{Correlation, Diagnosis, Interval, KeyPoint, Metric, Setting, ValuePoint};
 
 use super::columns::{bits, interval, number, scheme};
+use super::selection;
 use crate::document::{Align, Block, Cell, Column, Figure, Panel, Source, Table, Text};
-use crate::format::{self, count, maybe, percent, plural, rho};
+use crate::format::{self, count, maybe, plural, rho};
 use crate::plot::Key;
 use crate::plot::scatter::{MOST, Point, Scatter, sample};
 
@@ -16,22 +17,18 @@ pub fn blocks(diagnosis: &Diagnosis, source: &Source) -> Option<Vec<Block>> {
         plural(metric.replicates, "bootstrap replicate"),
         metric.resampled
     );
-    let mut blocks = vec![Block::Table(correlations(metric, &resampled)), Block::Figure(keys(metric, source))];
-    if !metric.values.is_empty() {
-        blocks.push(Block::Table(value_correlations(metric, &resampled)));
-    }
-    if !metric.value_points.is_empty() {
-        blocks.push(Block::Figure(values(metric, source)));
-    }
-    if !metric.selection.is_empty() {
-        blocks.extend(metric.selection.iter().map(|selection| Block::Paragraph(reading(selection))));
-        blocks.push(Block::Table(selection(&metric.selection)));
-    }
+    let mut blocks = vec![
+        Block::Table(correlations(metric, &resampled)),
+        Block::Figure(keys(metric, source)),
+        Block::Table(value_correlations(metric, &resampled)),
+        Block::Figure(values(metric, source)),
+    ];
+    blocks.extend(selection::blocks(&metric.selection));
     Some(blocks)
 }
 
 const CORRELATION: &[Column<Correlation>] = &[
-    ("points of", Align::Left, |c| Text::code(&c.group).into()),
+    ("within", Align::Left, |c| Text::code(&c.group).into()),
     ("points", Align::Right, |c| count(c.points as u64).into()),
     ("ρ storage MSE", Align::Right, |c| interval(c.storage, rho)),
     ("ρ Fisher error", Align::Right, |c| interval(c.operator, rho)),
@@ -75,17 +72,24 @@ fn quantizers(settings: &[Setting]) -> Vec<&str> {
     names
 }
 
+/// A quantity: its name, and with its unit.
+type Quantity = (&'static str, &'static str);
+
+const KL: Quantity = ("KL", "KL, nats");
+const FISHER: Quantity = ("Fisher error", "Fisher error, nats");
+const STORAGE: Quantity = ("storage MSE", "storage MSE");
+const READOUT: Quantity = ("readout error", "readout error");
+const A2: Quantity = ("A²", "A²");
+
 /// Two panels, of one target against each of two predictors.
 struct Scatters<'a> {
     title: &'static str,
     settings: &'a [Setting],
     points: Vec<Measured>,
     pooled: Option<&'a Correlation>,
-    operator: &'static str,
-    storage: &'static str,
-    target: &'static str,
-    /// Whether the operator's metric and the target are the same quantity.
-    diagonal: bool,
+    operator: Quantity,
+    storage: Quantity,
+    target: Quantity,
     data: Table,
 }
 
@@ -97,33 +101,29 @@ impl Scatters<'_> {
             names.iter().position(|name| Some(*name) == quantizer).unwrap_or(names.len())
         };
         let drawn = sample(&self.points.iter().collect::<Vec<_>>());
-        let panel = |x_title: &'static str, x: fn(&Measured) -> f64, rho: Option<f64>, diagonal: bool| Panel {
-            title: Some(format!("{} against {x_title} (ρ = {})", self.target, maybe(rho, format::rho)).into()),
-            label: format!("Scatter of {} against {x_title}, {}", self.target, plural(drawn.len(), "point")),
-            plot: Box::new(Scatter {
-                points: drawn.iter().map(|p| Point { x: x(p), y: p.target, series: series(p.setting) }).collect(),
-                x_title,
-                y_title: self.target,
-                diagonal,
-            }),
+        let panel = |quantity: Quantity, x: fn(&Measured) -> f64, rho: Option<f64>, diagonal: bool| {
+            let title = format!("{} against {}", self.target.0, quantity.0);
+            let points = drawn.iter().map(|p| Point { x: x(p), y: p.target, series: series(p.setting) });
+            let plot = Scatter { points: points.collect(), x_title: quantity.1, y_title: self.target.1, diagonal };
+            Panel {
+                title: Some(format!("{title}: ρ = {}", maybe(rho, format::rho)).into()),
+                label: format!("{title}, {}", plural(drawn.len(), "point")),
+                plot: Box::new(plot),
+            }
         };
-        let estimate = |of: fn(&Correlation) -> Option<headq_lab::diagnose::data::Interval>| {
-            self.pooled.and_then(of).map(|i| i.estimate)
-        };
+        let estimate =
+            |of: fn(&Correlation) -> Option<Interval>| self.pooled.and_then(of).map(|interval| interval.estimate);
         let panels = vec![
-            panel(self.operator, |p| p.operator, estimate(|c| c.operator), self.diagonal),
+            // The operator's metric approximates the target, so that equality means something.
+            panel(self.operator, |p| p.operator, estimate(|c| c.operator), true),
             panel(self.storage, |p| p.storage, estimate(|c| c.storage), false),
         ];
-        let mut legend: Vec<(Key, Text)> =
-            names.iter().enumerate().map(|(i, name)| (Key::Marker(i), Text::code(*name))).collect();
-        if self.diagonal {
-            legend.push((Key::Reference, "equality".into()));
-        }
+        let series = names.iter().enumerate().map(|(i, name)| (Key::Marker(i), Text::code(*name)));
         Figure {
             title: self.title.into(),
             notes: notes(&self.points),
             panels,
-            legend,
+            legend: series.chain([(Key::Reference, "equality".into())]).collect(),
             source: source.clone(),
             data: vec![self.data],
         }
@@ -131,19 +131,22 @@ impl Scatters<'_> {
 }
 
 fn notes(points: &[Measured]) -> Vec<String> {
-    let mut notes =
-        vec!["Each point is one KV head of one layer under one setting; all axes are logarithmic.".to_string()];
+    let mut notes = vec!["Each point is one KV head of one layer under one setting.".to_string()];
+    let values: [fn(&Measured) -> f64; 3] = [|p| p.storage, |p| p.operator, |p| p.target];
+    if values.iter().all(|value| points.iter().any(|p| value(p) > 0.0)) {
+        notes.push("All axes are logarithmic.".into());
+    }
     if points.len() > MOST {
         notes.push(format!("Drawn are {} of {}, chosen evenly.", count(MOST as u64), plural(points.len(), "point")));
     }
-    if points.iter().any(|p| [p.storage, p.operator, p.target].iter().any(|v| *v <= 0.0)) {
+    if points.iter().any(|p| values.iter().any(|value| value(p) <= 0.0)) {
         notes.push("Zeros are drawn at the lower end.".into());
     }
     notes
 }
 
 fn keys(metric: &Metric, source: &Source) -> Figure {
-    let values: &[(&str, fn(&headq_lab::diagnose::data::KeyPoint) -> f64)] = &[
+    let values: &[Value<KeyPoint>] = &[
         ("MSE (E4)", |p| p.mse),
         ("Fisher, nats (E2)", |p| p.fisher),
         ("KL, nats (E3)", |p| p.kl),
@@ -158,17 +161,16 @@ fn keys(metric: &Metric, source: &Source) -> Figure {
             .map(|p| Measured { setting: p.setting, storage: p.mse, operator: p.fisher, target: p.kl })
             .collect(),
         pooled: metric.keys.first(),
-        operator: "Fisher error, nats",
-        storage: "storage MSE",
-        target: "KL, nats",
-        diagonal: true,
+        operator: FISHER,
+        storage: STORAGE,
+        target: KL,
         data: medians(&metric.settings, &metric.points, |p| p.setting, values),
     }
     .figure(source)
 }
 
 fn values(metric: &Metric, source: &Source) -> Figure {
-    let values: &[(&str, fn(&headq_lab::diagnose::data::ValuePoint) -> f64)] =
+    let values: &[Value<ValuePoint>] =
         &[("MSE (E4)", |p| p.mse), ("A² (E6)", |p| p.a2), ("readout error (E5)", |p| p.readout)];
     Scatters {
         title: "Readout error of values against A² and against storage MSE.",
@@ -179,17 +181,19 @@ fn values(metric: &Metric, source: &Source) -> Figure {
             .map(|p| Measured { setting: p.setting, storage: p.mse, operator: p.a2, target: p.readout })
             .collect(),
         pooled: metric.values.first(),
-        operator: "A²",
-        storage: "storage MSE",
-        target: "readout error",
-        diagonal: true,
+        operator: A2,
+        storage: STORAGE,
+        target: READOUT,
         data: medians(&metric.value_settings, &metric.value_points, |p| p.setting, values),
     }
     .figure(source)
 }
 
+/// A column of medians: title, and what it takes of a point.
+type Value<P> = (&'static str, fn(&P) -> f64);
+
 /// The settings, each with the medians over its points.
-fn medians<P>(settings: &[Setting], points: &[P], setting: fn(&P) -> usize, values: &[(&str, fn(&P) -> f64)]) -> Table {
+fn medians<P>(settings: &[Setting], points: &[P], setting: fn(&P) -> usize, values: &[Value<P>]) -> Table {
     const SETTING: &[Column<Setting>] = &[
         ("setting", Align::Left, |s| scheme(&s.scheme)),
         ("quantizer", Align::Left, |s| Text::code(&s.quantizer).into()),
@@ -220,53 +224,4 @@ fn median(mut values: Vec<f64>) -> Option<f64> {
         n if n % 2 == 1 => Some(values[n / 2]),
         n => Some(0.5 * values[n / 2 - 1] + 0.5 * values[n / 2]),
     }
-}
-
-/// What a comparison with `a2` says.
-fn outcome(rival: &SelectionRival) -> &'static str {
-    match rival.log_ratio {
-        Some(i) if i.low > 0.0 => "a2 is better",
-        Some(i) if i.high < 0.0 => "a2 is worse",
-        Some(_) => "undecided",
-        None => "not defined",
-    }
-}
-
-/// Whether `a2` wins at one number of bits, in a sentence.
-fn reading(selection: &Selection) -> Text {
-    let with = |wanted: &str| -> Vec<&str> {
-        selection.others.iter().filter(|r| outcome(r) == wanted).map(|r| r.policy.as_str()).collect()
-    };
-    let (better, worse) = (with("a2 is better"), with("a2 is worse"));
-    let open: Vec<&str> = with("undecided").into_iter().chain(with("not defined")).collect();
-    let clause = |names: Vec<&str>, text: &str| (!names.is_empty()).then(|| format!("{text} {}", names.join(", ")));
-    let wins = better.len() == selection.others.len() && !better.is_empty();
-    let clauses = [clause(better, "better than"), clause(worse, "worse than"), clause(open, "no clear difference to")];
-    let said: Vec<String> = clauses.into_iter().flatten().collect();
-    let verdict = if wins { "beats every other selection" } else { "does not beat every other selection" };
-    Text::from(format!("At {} on average, ", plural(selection.bits as usize, "bit"))).then_code("a2").then(format!(
-        " {verdict} on readout error: {}.",
-        if said.is_empty() { "nothing to compare with".into() } else { said.join("; ") }
-    ))
-}
-
-/// A rival at its number of bits.
-struct Duel<'a>(&'a Selection, &'a SelectionRival);
-
-fn selection(selections: &[Selection]) -> Table {
-    let columns: &[Column<Duel>] = &[
-        ("against", Align::Left, |d| Text::code(&d.1.policy).into()),
-        ("code bits", Align::Right, |d| bits(d.1.code_bits)),
-        ("its readout error", Align::Right, |d| number(Some(d.1.readout))),
-        ("of a2", Align::Right, |d| number(Some(d.0.a2))),
-        ("ln ratio", Align::Right, |d| interval(d.1.log_ratio, |v| format::signed(v, 3))),
-        ("heads won", Align::Right, |d| maybe(d.1.heads_won, percent).into()),
-        ("outcome", Align::Left, |d| outcome(d.1).into()),
-    ];
-    let duels: Vec<Vec<Duel>> = selections.iter().map(|s| s.others.iter().map(|r| Duel(s, r)).collect()).collect();
-    let title = |s: &Selection| Some(format!("{} on average", plural(s.bits as usize, "bit")));
-    let groups = selections.iter().zip(&duels).map(|(s, duels)| (title(s), duels.iter().collect())).collect();
-    let caption = "Which values get more bits, at equal mean bits: readout error (E5), mean over heads. Ln ratio: mean over heads of \
-                   ln(E5 of the other / E5 of a2), above 0 where a2 is better.";
-    Table::grouped(caption, columns, groups)
 }

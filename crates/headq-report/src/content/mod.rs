@@ -10,13 +10,14 @@ mod null_space;
 mod perplexity;
 mod provenance;
 mod route_flips;
+mod selection;
 mod summary;
 
 use headq_lab::PROGRAM;
 use headq_lab::diagnose::data::{Diagnosis, Judgement, LINKS};
 
 use crate::Run;
-use crate::document::{Block, Document, Pane, Section, Source, Text};
+use crate::document::{Block, Document, Pane, Section, Source, Table, Text};
 
 /// The numbers and figures of one link, or none where it was not taken.
 type Link = fn(&Diagnosis, &Source) -> Option<Vec<Block>>;
@@ -52,6 +53,8 @@ pub fn document(runs: &[Run], command: &str) -> Document {
     });
     let provenance = panes(&|run| Some(provenance::blocks(run)));
     sections.push(Section { id: "evaluation", title: "Evaluation".into(), claim: None, panes: evaluated });
+    let meanings = vec![Pane { run: None, blocks: vec![Block::Table(columns::meanings())] }];
+    sections.push(Section { id: "columns", title: "Columns".into(), claim: None, panes: meanings });
     sections.push(Section { id: "provenance", title: "Provenance".into(), claim: None, panes: provenance });
     sections.retain(|section| !section.panes.is_empty());
     Document { title: title(&names), subtitle: summary::subtitle(runs), sections, footer: footer(command) }
@@ -62,8 +65,19 @@ fn link(i: usize, diagnosis: &Diagnosis, source: &Source) -> Vec<Block> {
     let blocks = CONTENT[i](diagnosis, source);
     let judgement = diagnosis.judgements()[i].map(judgement);
     match (judgement, blocks) {
-        (Some(judgement), Some(blocks)) => [judgement].into_iter().chain(blocks).collect(),
+        (Some(judgement), Some(blocks)) => {
+            [judgement].into_iter().chain(blocks).filter(|block| !is_empty(block)).collect()
+        }
         _ => vec![Block::Paragraph("This link was not taken in this run.".into())],
+    }
+}
+
+/// Whether there is nothing to show.
+fn is_empty(block: &Block) -> bool {
+    match block {
+        Block::Table(table) => table.is_empty(),
+        Block::Figure(figure) => !figure.data.is_empty() && figure.data.iter().all(Table::is_empty),
+        _ => false,
     }
 }
 

@@ -4,7 +4,7 @@ use headq_lab::diagnose::data::{Diagnosis, Perplexity, PerplexityRow, Role};
 use headq_lab::evaluate::{Evaluation, SchemeResult};
 use headq_lab::text::TextInfo;
 
-use super::columns::{RESULT_UNITS, interval, results, scheme};
+use super::columns::{interval, results, scheme};
 use super::headline::role;
 use crate::document::{Align, Block, Cell, Column, Figure, Panel, Source, Table, Text};
 use crate::format::{self, nats, plural};
@@ -56,6 +56,9 @@ pub fn evaluation(evaluation: &Evaluation, source: &Source) -> Vec<Block> {
 }
 
 fn content(lines: &[Line], texts: &[TextInfo], source: &Source) -> Vec<Block> {
+    if lines.is_empty() {
+        return vec![Block::Paragraph("No scheme was evaluated.".into())];
+    }
     let mut blocks = vec![Block::Figure(figure(lines, source)), Block::Table(table(lines))];
     if texts.len() > 1 {
         blocks.push(Block::Table(by_text(lines, texts)));
@@ -72,15 +75,13 @@ fn by_role<'a, T>(lines: &'a [Line], of: impl Fn(&'a Line) -> &'a T) -> Vec<(Opt
 fn table(lines: &[Line]) -> Table {
     let number: &[Column<Line>] = &[("no.", Align::Right, |l| l.number.to_string().into())];
     let gains: &[Column<Line>] = &[
-        ("gain, nats per token", Align::Right, |l| interval(l.row.and_then(|r| r.gain), nats)),
+        ("gain", Align::Right, |l| interval(l.row.and_then(|r| r.gain), nats)),
         ("gain over", Align::Left, |l| match l.row.and_then(|r| r.reference.as_deref()) {
             Some(reference) => scheme(reference),
             None => format::NONE.into(),
         }),
     ];
-    let compared = lines.iter().any(|line| line.row.is_some());
-    let gain = if compared { "Gain: loss of the reference minus this scheme's, by window. " } else { "" };
-    Table::grouped(format!("Every scheme. {gain}{RESULT_UNITS}"), number, by_role(lines, |line| line))
+    Table::grouped("Every scheme.", number, by_role(lines, |line| line))
         .beside(results("", by_role(lines, |line| line.result)))
         .beside(Table::grouped("", gains, by_role(lines, |line| line)))
         .without_idle_columns()

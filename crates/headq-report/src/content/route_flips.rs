@@ -12,11 +12,7 @@ pub fn blocks(diagnosis: &Diagnosis, source: &Source) -> Option<Vec<Block>> {
     let link = diagnosis.route_flips.as_ref()?;
     let caption = "Queries whose most attended token changed, over layers and query heads, and Spearman's ρ of Fisher error (E2) with \
                    KL (E3) over samples of queries: those that flipped, and the others.";
-    let mut blocks = vec![Block::Table(Table::of(caption, FLIPS, &link.schemes))];
-    if link.schemes.iter().any(|scheme| !scheme.bins.is_empty()) {
-        blocks.push(Block::Figure(figure(link, source)));
-    }
-    Some(blocks)
+    Some(vec![Block::Table(Table::of(caption, FLIPS, &link.schemes)), Block::Figure(figure(link, source))])
 }
 
 const FLIPS: &[Column<FlipResult>] = &[
@@ -52,7 +48,7 @@ fn figure(link: &RouteFlips, source: &Source) -> Figure {
     Figure {
         title: "Route flips by the entropy of the dense attention.".into(),
         notes: vec![
-            "Share of each bin's queries whose most attended token changed; above the bars, the queries in the bin."
+            "Share of each bin's queries whose most attended token changed; above the bars, the queries in the bin, where there is room."
                 .into(),
         ],
         panels: vec![Panel {

@@ -1,8 +1,10 @@
 //! What a tired reader gets in ten seconds.
 
-use headq_lab::diagnose::data::LINKS;
+use std::path::Path;
 
-use super::columns::interval;
+use headq_lab::diagnose::data::{Interval, LINKS};
+use headq_lab::evaluate::SchemeResult;
+
 use super::headline::Headline;
 use super::provenance::architecture;
 use crate::Run;
@@ -66,7 +68,7 @@ fn perplexity(headline: &Headline) -> Option<KeyNumber> {
 
 fn correlation(headline: &Headline) -> Option<KeyNumber> {
     let pooled = headline.pooled?;
-    let estimate = |i: Option<headq_lab::diagnose::data::Interval>| maybe(i.map(|i| i.estimate), rho);
+    let estimate = |i: Option<Interval>| maybe(i.map(|i| i.estimate), rho);
     Some(KeyNumber {
         name: "ρ with attention KL: Fisher error, storage MSE",
         value: format!("{} vs {}", estimate(pooled.operator), estimate(pooled.storage)),
@@ -110,42 +112,55 @@ struct Row<'a> {
     headline: Headline<'a>,
 }
 
-type Result<'a> = Option<&'a headq_lab::evaluate::SchemeResult>;
+/// The last part of the model's path, and its architecture.
+fn short_model(run: &Run) -> [String; 2] {
+    let (model, fingerprint) = model(run);
+    let name = Path::new(model).file_name().map_or(model.into(), |name| name.to_string_lossy().into_owned());
+    [name, fingerprint.map_or(String::new(), |f| f.architecture.clone())]
+}
 
-fn ppl(result: Result) -> Cell {
+fn ppl(result: Option<&SchemeResult>) -> Cell {
     maybe(result.map(|r| r.ppl), format::perplexity).into()
 }
 
-fn removed(result: Result) -> Cell {
-    maybe(result.and_then(|r| r.excess_removed), percent).into()
+/// Perplexity with the share of the excess that is removed.
+fn corrected(result: Option<&SchemeResult>) -> Cell {
+    match result.map(|r| (r.ppl, r.excess_removed)) {
+        Some((ppl, Some(removed))) => format!("{} ({})", format::perplexity(ppl), percent(removed)).into(),
+        _ => ppl(result),
+    }
 }
 
+fn estimate(interval: Option<Interval>, show: fn(f64) -> String) -> Cell {
+    maybe(interval.map(|i| i.estimate), show).into()
+}
+
+/// The numbers and verdicts of all runs.
 fn joint(runs: &[Run], names: &[String]) -> Table {
     let rows: Vec<Row> =
         runs.iter().zip(names).map(|(run, name)| Row { name, run, headline: Headline::of(run) }).collect();
     let columns: &[Column<Row>] = &[
         ("run", Align::Left, |r| Text::strong(r.name).into()),
-        ("model", Align::Left, |r| {
-            let (model, fingerprint) = model(r.run);
-            Text::code(model).then(fingerprint.map(|f| format!(" ({})", f.architecture)).unwrap_or_default()).into()
-        }),
+        ("model", Align::Left, |r| Text::code(&short_model(r.run)[0]).into()),
+        ("architecture", Align::Left, |r| short_model(r.run)[1].as_str().into()),
         ("dense ppl", Align::Right, |r| ppl(r.headline.dense)),
         ("quantized ppl", Align::Right, |r| ppl(r.headline.base)),
-        ("query-pca ppl", Align::Right, |r| ppl(r.headline.query_pca)),
-        ("excess removed", Align::Right, |r| removed(r.headline.query_pca)),
-        ("score-optimal ppl", Align::Right, |r| ppl(r.headline.score_optimal)),
-        ("excess removed", Align::Right, |r| removed(r.headline.score_optimal)),
-        ("ρ Fisher, KL", Align::Right, |r| interval(r.headline.pooled.and_then(|p| p.operator), rho)),
-        ("ρ MSE, KL", Align::Right, |r| interval(r.headline.pooled.and_then(|p| p.storage), rho)),
-        ("counterexamples", Align::Right, |r| interval(r.headline.counterexample_share, percent)),
-        ("flips, quantized", Align::Right, |r| maybe(r.headline.flips[0], percent).into()),
-        ("flips, corrected", Align::Right, |r| maybe(r.headline.flips[1], percent).into()),
+        ("query-pca ppl (excess removed)", Align::Right, |r| corrected(r.headline.query_pca)),
+        ("score-optimal ppl (excess removed)", Align::Right, |r| corrected(r.headline.score_optimal)),
+        ("ρ Fisher", Align::Right, |r| estimate(r.headline.pooled.and_then(|p| p.operator), rho)),
+        ("ρ MSE", Align::Right, |r| estimate(r.headline.pooled.and_then(|p| p.storage), rho)),
+        ("counter-examples", Align::Right, |r| estimate(r.headline.counterexample_share, percent)),
+        ("route flips", Align::Right, |r| r.headline.flips.map(|share| maybe(share, percent)).join(" → ").into()),
     ];
-    let verdicts = |row: &Row| row.headline.verdicts.map(Cell::Verdict).to_vec();
-    let links = LINKS.iter().enumerate().map(|(i, (_, title, _))| (format!("{} {title}", i + 1), Align::Center));
-    let chain = Table::from_rows("", links.collect(), rows.iter().map(verdicts).collect());
-    let caption = "Every run in a row: perplexity in full precision, with quantized keys, and corrected in two bases; Spearman's ρ \
-                   with attention KL; share of pairs that are counterexamples; share of queries whose most attended token changes; \
-                   and the verdicts of the seven links.";
+    let links = (1..=LINKS.len()).map(|number| (number.to_string(), Align::Center));
+    let verdicts = rows.iter().map(|row| row.headline.verdicts.map(Cell::Verdict).to_vec());
+    let chain = Table::from_rows("", links.collect(), verdicts.collect());
+    let titles: Vec<String> = LINKS.iter().enumerate().map(|(i, (_, title, _))| format!("{} {title}", i + 1)).collect();
+    let caption = format!(
+        "A row for each run. Perplexity in full precision, with quantized keys, and corrected in two bases; Spearman's ρ of Fisher \
+         error and of storage MSE with attention KL; share of pairs that are counterexamples; share of queries whose most attended \
+         token changes, quantized → corrected; verdicts of the links {} (✓ supported, ✗ not supported, ? inconclusive, – not taken).",
+        titles.join(", ")
+    );
     Table::of(caption, columns, &rows).beside(chain)
 }

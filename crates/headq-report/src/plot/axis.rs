@@ -46,14 +46,13 @@ impl Axis {
         Self::new(low, high, false)
     }
 
-    /// Linear, with margins.
+    /// Linear, with margins; from 0 to 1 where all is zero.
     pub fn linear(values: impl IntoIterator<Item = f64>) -> Self {
         let (low, high) = span(values.into_iter()).unwrap_or((0.0, 1.0));
-        let margin = match high - low {
-            0.0 if low == 0.0 => 1.0,
-            0.0 => 0.1 * low.abs(),
-            size => MARGIN * size,
-        };
+        if (low, high) == (0.0, 0.0) {
+            return Self::new(0.0, 1.0, false);
+        }
+        let margin = if high == low { 0.1 * low.abs() } else { MARGIN * (high - low) };
         Self::new(low - margin, high + margin, false)
     }
 

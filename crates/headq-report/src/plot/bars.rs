@@ -9,6 +9,9 @@ use crate::theme::Ink;
 /// Most series that bars are drawn for.
 pub const SERIES: usize = 4;
 
+/// Most rows of counts.
+const ROWS: i32 = 2;
+
 /// Share of a bin's width that bars take.
 const FILLED: f64 = 0.8;
 
@@ -40,15 +43,16 @@ impl Bars {
         labels.enumerate().map(|(i, label)| (i as f64, label)).collect()
     }
 
+    /// Counts in one row, or in two by turns where bins are narrow; none where they are too narrow for that.
     fn counts(&self, pen: &Pen) {
         let [_, top, ..] = pen.bounds();
         let texts: Vec<String> = self.bins.iter().map(|bin| format::short_count(bin.count)).collect();
+        let widest = texts.iter().map(|text| text_width(text) + px(4.0)).max().unwrap_or(0);
         let width = pen.at(1.0, 0.0).0 - pen.at(0.0, 0.0).0;
-        if texts.iter().all(|text| text_width(text) < width) {
-            for (i, text) in texts.iter().enumerate() {
-                let x = pen.at(i as f64 + 0.5, 0.0).0;
-                pen.text(text, (x, top + px(2.0)), Hold::Top, Ink::Muted);
-            }
+        let Some(rows) = (1..=ROWS).find(|rows| widest <= width * rows) else { return };
+        for ((i, text), row) in texts.iter().enumerate().zip((0..rows).cycle()) {
+            let y = top + px(1.0) + row * text_height();
+            pen.text(text, (pen.at(i as f64 + 0.5, 0.0).0, y), Hold::Top, Ink::Muted);
         }
     }
 }
@@ -59,7 +63,7 @@ impl Plot for Bars {
         let shares = self.bins.iter().flat_map(|bin| bin.shares.iter().flatten()).copied().filter(|s| s.is_finite());
         let most = Some(shares.fold(0.0, f64::max)).filter(|most| *most > 0.0).unwrap_or(1.0);
         // Room for the counts above the highest bar.
-        let room = f64::from(2 * text_height()) / f64::from(px(f64::from(height)));
+        let room = f64::from((ROWS + 1) * text_height()) / f64::from(px(f64::from(height)));
         let percent = |share: f64| format!("{} %", format::tick(100.0 * share));
         let frame = Frame {
             width,
@@ -68,7 +72,7 @@ impl Plot for Bars {
                 Axis::exact(0.0, self.bins.len().max(1) as f64).with_ticks(self.edges()),
                 "entropy of the dense attention, nats",
             ),
-            y: (Axis::exact(0.0, most * (1.0 + 1.5 * room)).labelled(percent), "queries flipped"),
+            y: (Axis::exact(0.0, most / (1.0 - room)).labelled(percent), "queries flipped"),
             grid: true,
         };
         frame.draw(label, |pen| {

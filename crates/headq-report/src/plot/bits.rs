@@ -54,11 +54,19 @@ impl Plot for Bits {
     }
 }
 
+/// How far the middle of a number may be from the marker that it stands beside, in CSS pixels.
+const BESIDE: f64 = 22.0;
+
 fn numbers(pen: &Pen, points: &[&Point], places: &[(i32, i32)]) {
     let texts: Vec<String> = points.iter().map(|p| p.number.to_string()).collect();
     let sizes: Vec<_> = texts.iter().map(|t| (text_width(t) / 2 + px(1.0), text_height() / 2)).collect();
     let labels = labels::place(places, &sizes, pen.radius() + px(1.0), pen.bounds());
-    for (text, label) in texts.iter().zip(labels) {
-        label.into_iter().for_each(|place| pen.text(text, place, Hold::Middle, Ink::Text));
+    for ((text, point), label) in texts.iter().zip(places).zip(labels) {
+        let Some(label) = label else { continue };
+        // A line leads from a marker to a number that does not stand beside it.
+        if (label.0 - point.0).abs().max((label.1 - point.1).abs()) > px(BESIDE) {
+            pen.lead(*point, label);
+        }
+        pen.text(text, label, Hold::Middle, Ink::Text);
     }
 }

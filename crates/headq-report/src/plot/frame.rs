@@ -111,7 +111,8 @@ impl Frame<'_> {
         let room = px(f64::from(self.height)) - bottom - px(10.0);
         let y_labels = most_labels(&y, room, |_| text_height());
         let widest = y.ticks(y_labels).into_iter().map(|tick| text_width(&y.tick_label(tick))).max().unwrap_or(0);
-        let left = widest + px(12.0) + if self.y.1.is_empty() { 0 } else { px(24.0) };
+        // Never less than half a label of the horizontal axis takes.
+        let left = (widest + px(12.0) + if self.y.1.is_empty() { 0 } else { px(24.0) }).max(px(28.0));
         let room = px(f64::from(self.width.pixels())) - left - px(20.0);
         let x_labels = most_labels(&x, room, text_width);
         let mut chart = drawn(
@@ -133,8 +134,10 @@ impl Frame<'_> {
             .set_all_tick_mark_size(px(3.0))
             .x_labels(x_labels)
             .y_labels(y_labels)
-            .x_desc(self.x.1)
-            .y_desc(self.y.1);
+            .x_desc(self.x.1);
+        if !self.y.1.is_empty() {
+            mesh.y_desc(self.y.1);
+        }
         if !self.grid {
             mesh.disable_y_mesh();
         }
@@ -182,6 +185,12 @@ impl Pen<'_, '_> {
         let width = if matches!(ink, Ink::Series(_)) { LINE } else { HAIRLINE };
         let places: Vec<Place> = points.iter().map(|(x, y)| self.at(*x, *y)).collect();
         drawn(self.sheet.draw(&PathElement::new(places, ShapeStyle::from(&ink.rgb()).stroke_width(width))));
+    }
+
+    /// A hairline from one place to another.
+    pub fn lead(&self, from: Place, to: Place) {
+        let style = ShapeStyle::from(&Ink::Rule.rgb()).stroke_width(HAIRLINE);
+        drawn(self.sheet.draw(&PathElement::new(vec![from, to], style)));
     }
 
     /// What lies between two lines.

@@ -28,7 +28,7 @@ const DIRECTIONS: [(f64, f64); 12] = [
 ];
 
 /// Distances that are tried, in multiples of the nearest.
-const DISTANCES: [f64; 6] = [1.0, 1.6, 2.3, 3.2, 4.4, 6.0];
+const DISTANCES: [f64; 5] = [1.0, 1.5, 2.1, 2.8, 3.6];
 
 /// Where the center of each label goes, such that it overlaps no other label and no marker and stays inside `bounds`; none where no
 /// such place is near. `half_sizes` are half the widths and heights of the labels, `radius` that of the markers.
@@ -65,7 +65,7 @@ mod tests {
             let half = vec![(9, 7); points.len()];
             let places = place(&points, &half, 5, [0, 0, 600, 400]);
             let rects: Vec<Rect> = places.iter().flatten().map(|center| around(*center, (9, 7))).collect();
-            assert!(rects.len() * 4 >= points.len(), "most find a place: {} of {}", rects.len(), points.len());
+            assert!(rects.len() * 3 >= points.len(), "most find a place: {} of {}", rects.len(), points.len());
             for (i, rect) in rects.iter().enumerate() {
                 assert!(rects[..i].iter().all(|other| !overlap(rect, other)));
                 assert!(points.iter().all(|point| !overlap(rect, &around(*point, (5, 5)))));

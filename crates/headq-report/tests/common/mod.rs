@@ -1,6 +1,6 @@
 //! Made-up runs that look like real ones. None of the numbers was measured.
 
-#![allow(dead_code)] // Not every test uses all of it.
+#![allow(dead_code, clippy::unwrap_used, missing_docs)]
 
 use headq_lab::PROGRAM;
 use headq_lab::diagnose::data::*;
@@ -454,4 +454,195 @@ pub fn diagnosed(name: &str, shape: Shape) -> Run {
 
 pub fn evaluated() -> Run {
     Run { name: "evaluated".into(), diagnosis: None, evaluation: Some(evaluation(SMALL)) }
+}
+
+/// Every number of a run, changed by `change`; what is counted is left as it is.
+pub fn with_numbers(run: &Run, change: &dyn Fn(f64) -> f64) -> Run {
+    let mut run = run.clone();
+    let Some(d) = &mut run.diagnosis else { return run };
+    let result = |r: &mut SchemeResult| {
+        let numbers = [&mut r.ppl, &mut r.nll, &mut r.key_bits, &mut r.value_bits, &mut r.cache_bits];
+        numbers.into_iter().for_each(|v| *v = change(*v));
+        let more = [&mut r.fisher, &mut r.kl, &mut r.key_mse, &mut r.output_error, &mut r.excess_removed];
+        more.into_iter().flatten().for_each(|v| *v = change(*v));
+        r.nll_by_text.iter_mut().for_each(|v| *v = change(*v));
+        r.nll_minus_dense = change(r.nll_minus_dense);
+    };
+    let interval = |i: &mut Option<Interval>| {
+        if let Some(i) = i {
+            *i = Interval { estimate: change(i.estimate), low: change(i.low), high: change(i.high) };
+        }
+    };
+    if let Some(link) = &mut d.metric {
+        for p in &mut link.points {
+            (p.mse, p.fisher, p.kl, p.output_error) =
+                (change(p.mse), change(p.fisher), change(p.kl), change(p.output_error));
+        }
+        for p in &mut link.value_points {
+            (p.mse, p.a2, p.readout) = (change(p.mse), change(p.a2), change(p.readout));
+        }
+        for c in link.keys.iter_mut().chain(&mut link.values) {
+            [&mut c.storage, &mut c.operator, &mut c.difference].into_iter().for_each(interval);
+        }
+        for rival in link.selection.iter_mut().flat_map(|s| &mut s.others) {
+            rival.readout = change(rival.readout);
+            interval(&mut rival.log_ratio);
+        }
+    }
+    if let Some(link) = &mut d.counterexamples {
+        interval(&mut link.share);
+        for c in &mut link.strongest {
+            c.strength = change(c.strength);
+            let pairs = [&mut c.code_bits, &mut c.mse, &mut c.kl, &mut c.output_error];
+            pairs.into_iter().for_each(|pair| *pair = pair.map(change));
+        }
+    }
+    if let Some(link) = &mut d.null_space {
+        link.dense_change = change(link.dense_change);
+        for p in link.curves.iter_mut().flat_map(|c| &mut c.points) {
+            (p.fisher, p.kl, p.mse) = (change(p.fisher), change(p.kl), change(p.mse));
+        }
+    }
+    if let Some(link) = &mut d.bases {
+        for family in &mut link.families {
+            result(&mut family.result);
+            [&mut family.captured, &mut family.gain].into_iter().for_each(interval);
+        }
+        link.curves.iter_mut().flat_map(|c| &mut c.shares).flatten().for_each(|v| *v = change(*v));
+        let spectrum = [&mut link.spectrum.low, &mut link.spectrum.median, &mut link.spectrum.high];
+        spectrum.into_iter().flatten().for_each(|v| *v = change(*v));
+        link.maps.iter_mut().flat_map(|m| &mut m.fisher).flatten().flatten().for_each(|v| *v = change(*v));
+    }
+    if let Some(link) = &mut d.direction {
+        [&mut link.base, &mut link.corrected, &mut link.flipped].into_iter().for_each(result);
+        [&mut link.corrected_gain, &mut link.flipped_loss, &mut link.base_loss].into_iter().for_each(interval);
+    }
+    if let Some(link) = &mut d.route_flips {
+        for scheme in &mut link.schemes {
+            scheme.share = scheme.share.map(change);
+            [&mut scheme.flipped.rho, &mut scheme.unflipped.rho].into_iter().for_each(interval);
+        }
+    }
+    for row in d.perplexity.iter_mut().flat_map(|p| &mut p.rows) {
+        result(&mut row.result);
+        interval(&mut row.gain);
+    }
+    run
+}
+
+/// All links there, with nothing in them.
+fn hollow() -> Run {
+    let mut run = diagnosed("hollow", LEAST);
+    let d = run.diagnosis.as_mut().unwrap();
+    d.texts.clear();
+    d.calibration.texts.clear();
+    let metric = d.metric.as_mut().unwrap();
+    metric.settings.clear();
+    metric.points.clear();
+    metric.keys.clear();
+    metric.value_settings.clear();
+    metric.value_points.clear();
+    metric.values.clear();
+    metric.selection.iter_mut().for_each(|s| s.others.clear());
+    let none = |c: &mut Correlation| (c.storage, c.operator, c.difference) = (None, None, None);
+    none(&mut metric.shuffled);
+    let counterexamples = d.counterexamples.as_mut().unwrap();
+    (counterexamples.pairs, counterexamples.count, counterexamples.share) = (0, 0, None);
+    counterexamples.strongest.clear();
+    d.null_space.as_mut().unwrap().curves.clear();
+    let bases = d.bases.as_mut().unwrap();
+    bases.families.clear();
+    bases.ranks.clear();
+    bases.curves.iter_mut().for_each(|c| c.shares.clear());
+    bases.maps.iter_mut().for_each(|m| m.fisher.clear());
+    bases.spectrum = Spectrum { low: vec![], median: vec![], high: vec![] };
+    let direction = d.direction.as_mut().unwrap();
+    (direction.base_loss, direction.flipped_loss, direction.corrected_gain) = (None, None, None);
+    let flips = d.route_flips.as_mut().unwrap();
+    flips.schemes.iter_mut().for_each(|s| (s.share, s.flipped.rho, s.bins) = (None, None, vec![]));
+    d.perplexity.as_mut().unwrap().rows.clear();
+    run
+}
+
+/// Parts that do not fit one another.
+fn ragged() -> Run {
+    let mut run = diagnosed("ragged", SMALL);
+    let d = run.diagnosis.as_mut().unwrap();
+    d.metric.as_mut().unwrap().settings.truncate(5);
+    let bases = d.bases.as_mut().unwrap();
+    bases.curves[0].shares.truncate(2);
+    bases.curves[1].shares.extend([None, Some(3.0)]);
+    bases.curves[2].shares[1] = None;
+    bases.maps[0].fisher[3].clear();
+    bases.maps[1].fisher.truncate(4);
+    bases.maps[2].fisher.iter_mut().flatten().step_by(3).for_each(|v| *v = None);
+    bases.spectrum.high.truncate(3);
+    let flips = d.route_flips.as_mut().unwrap();
+    flips.schemes[1].bins.truncate(2);
+    flips.schemes[0].bins[0].queries = 0;
+    d.perplexity.as_mut().unwrap().rows.iter_mut().for_each(|row| row.result.nll_by_text.truncate(1));
+    run
+}
+
+/// What HTML and Markdown take for more than text.
+pub const SPECIAL: &str = "<script>alert('1' & \"2\")</script>|`*_]( {not}";
+
+/// Names that are long and full of [`SPECIAL`].
+fn long_names() -> Run {
+    let long = |part: &str| format!("{}/{SPECIAL}/{part}", "verylongfoldername".repeat(12));
+    let mut run = diagnosed(&long("run"), SMALL);
+    let d = run.diagnosis.as_mut().unwrap();
+    (d.model, d.command, d.base) = (long("model"), long("command"), long("base"));
+    d.texts[0].path = long("text").into();
+    for (i, row) in d.perplexity.as_mut().unwrap().rows.iter_mut().enumerate() {
+        row.result.scheme = long(&format!("scheme-{i}"));
+    }
+    d.bases.as_mut().unwrap().maps.iter_mut().for_each(|m| m.scheme = long("map"));
+    d.bases.as_mut().unwrap().curves.iter_mut().for_each(|c| c.family = long("family"));
+    d.null_space.as_mut().unwrap().curves.iter_mut().for_each(|c| c.scheme = long("null"));
+    d.metric.as_mut().unwrap().settings.iter_mut().for_each(|s| s.quantizer = long("quantizer"));
+    d.route_flips.as_mut().unwrap().schemes.iter_mut().for_each(|s| s.scheme = long("flips"));
+    run
+}
+
+/// Far more of everything than usual.
+fn many() -> Run {
+    let mut run = diagnosed("many", LARGE);
+    let d = run.diagnosis.as_mut().unwrap();
+    let bases = d.bases.as_mut().unwrap();
+    bases.curves =
+        (0..24).map(|i| RankCurve { family: format!("family-{i}"), ..bases.curves[i % 5].clone() }).collect();
+    let flips = d.route_flips.as_mut().unwrap();
+    flips.schemes = (0..9).map(|i| flips.schemes[i % 2].clone()).collect();
+    for scheme in &mut flips.schemes {
+        scheme.bins =
+            (0..40).map(|i| EntropyBin { low: f64::from(i) / 4.0, high: None, queries: u64::MAX, flips: 1 }).collect();
+    }
+    let rows = &mut d.perplexity.as_mut().unwrap().rows;
+    *rows = (0..240).map(|i| rows[i % rows.len()].clone()).collect();
+    run
+}
+
+/// Runs that a report must survive, by name.
+pub fn extremes() -> Vec<(&'static str, Run)> {
+    let usual = diagnosed("usual", SMALL);
+    let mut nothing = diagnosed("nothing", LEAST);
+    let d = nothing.diagnosis.as_mut().unwrap();
+    (d.metric, d.counterexamples, d.null_space, d.bases) = (None, None, None, None);
+    (d.direction, d.route_flips, d.perplexity) = (None, None, None);
+    vec![
+        ("nothing", nothing),
+        ("hollow", hollow()),
+        ("ragged", ragged()),
+        ("long-names", long_names()),
+        ("many", many()),
+        ("least", diagnosed("least", LEAST)),
+        ("zeros", with_numbers(&usual, &|_| 0.0)),
+        ("equal", with_numbers(&usual, &|_| 0.25)),
+        ("negative", with_numbers(&usual, &|v| -v)),
+        ("tiny", with_numbers(&usual, &|v| v * 1e-310)),
+        ("huge", with_numbers(&usual, &|v| v * 1e307)),
+        ("not-a-number", with_numbers(&usual, &|_| f64::NAN)),
+        ("infinite", with_numbers(&usual, &|v| if v > 0.1 { f64::INFINITY } else { f64::NEG_INFINITY })),
+    ]
 }
