@@ -310,8 +310,8 @@ pub struct Report {
 
 /// Do all of it from a configuration: calibrate, derive bases, evaluate, report.
 ///
-/// With a section [eval] it writes artifacts, report.json and report.md to runs/NAME (or --out);
-/// with [diagnose], what `headq diagnose` writes. Interrupt it at will: started again, it goes
+/// With a section [eval] it writes artifacts, report.json, report.html and report.md to
+/// runs/NAME (or --out); with [diagnose], what `headq diagnose` writes. Interrupt it at will: started again, it goes
 /// on from what is there. Paths in the configuration are relative to it;
 /// ${NAME} stands for an environment variable, and a path that begins with one is relative to
 /// the current folder.

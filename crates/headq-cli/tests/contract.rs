@@ -490,6 +490,7 @@ fn run_does_all_of_it() {
             "basis-query-pca-rank2-kv-head-kivi-2_g8_r4.safetensors",
             "basis-score-optimal-rank4-kv-head-kivi-2_g8_r4.safetensors",
             "parts",
+            "report.html",
             "report.json",
             "report.md",
             "run.json",
@@ -535,7 +536,7 @@ fn run_again_reuses_what_is_there() {
     assert_eq!(before, kept.iter().map(|n| modified(n)).collect::<Vec<_>>());
     assert_eq!(report, world.read("made/report.json"));
     // Any part may be lost, or broken by others.
-    for lost in kept.iter().map(String::as_str).chain(["made/report.json", "made/report.md"]) {
+    for lost in kept.iter().map(String::as_str).chain(["made/report.json", "made/report.md", "made/report.html"]) {
         std::fs::remove_file(world.path(lost)).unwrap();
         assert_eq!(first, world.succeeds(&["run", "run.toml", "--json", "--out", "made"]), "without {lost}");
         assert_eq!(report, world.read("made/report.json"), "without {lost}");

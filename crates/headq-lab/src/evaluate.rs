@@ -242,6 +242,9 @@ pub struct SchemeResult {
 pub struct Evaluation {
     /// Program and version.
     pub program: String,
+    /// The command that makes it again, where a run did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub command: Option<String>,
     /// Model as given.
     pub model: String,
     /// Its identity.
@@ -378,6 +381,7 @@ impl Request<'_> {
         let context = self.texts[0].windows[0].len();
         Ok(Evaluation {
             program: PROGRAM.into(),
+            command: None,
             model: self.name.clone(),
             fingerprint: self.fingerprint.clone(),
             device: self.device.clone(),

@@ -1,4 +1,4 @@
-//! Tables and Markdown.
+//! What a terminal shows of an evaluation.
 
 use comfy_table::{CellAlignment, Table, presets};
 
@@ -81,30 +81,4 @@ pub fn provenance(evaluation: &Evaluation) -> Vec<String> {
         ));
     }
     lines
-}
-
-/// The evaluation as Markdown, with the command that makes it again.
-pub fn markdown(title: &str, evaluation: &Evaluation, command: &str) -> String {
-    let mut text = format!("# {title}\n\n");
-    for line in provenance(evaluation) {
-        text += &format!("- {line}\n");
-    }
-    text += &format!("\n{}\n", table(evaluation, true));
-    if evaluation.texts.len() > 1 {
-        text += "\nPerplexity by text:\n\n| scheme |";
-        evaluation.texts.iter().for_each(|t| text += &format!(" {} |", t.path.display()));
-        text += &format!("\n|---|{}\n", "---:|".repeat(evaluation.texts.len()));
-        for r in &evaluation.schemes {
-            text += &format!("| {} |", r.scheme);
-            r.nll_by_text.iter().for_each(|nll| text += &format!(" {:.3} |", nll.exp()));
-            text += "\n";
-        }
-    }
-    text += "\nppl: exp of the mean loss per token of the quantized pass. Excess removed: share of the first scheme's added perplexity that \
-             a scheme takes away. Δnll: paired difference to dense, nats per token. Key and value bits: bits per coded element, \
-             scales, zeros and side codes included. Cache bits: mean over everything held, dense windows included at 16 bits. KL \
-             and Fisher: nats, attention of the dense pass. Key MSE: of the base code. Output error: relative, before the output \
-             projection.\n";
-    text += &format!("\nMade by:\n\n```sh\n{command}\n```\n");
-    text
 }

@@ -1,7 +1,7 @@
 //! `headq run`: calibration, bases and evaluation from one configuration, into one folder.
 //!
 //! The folder holds `run.json` (what was asked, of which model and texts), the artifacts, `parts/` (finished parts of the
-//! evaluation), and at the end `report.json` and `report.md`. Started again with the same configuration, a run goes on from what is
+//! evaluation), and at the end `report.json`. Started again with the same configuration, a run goes on from what is
 //! there; with another one it is an error, and nothing is touched.
 
 use std::fs::{File, TryLockError};
@@ -16,7 +16,7 @@ use crate::calibrate::check_base;
 use crate::diagnose::thresholds::Thresholds;
 use crate::evaluate::{Evaluation, PartStore, PlannedScheme, Request, Sources};
 use crate::text::{WindowOptions, Windows, load_windows};
-use crate::{LabError, Observer, calibrate, parse_device, report};
+use crate::{LabError, Observer, calibrate, parse_device};
 
 /// A run's configuration, as TOML. Paths are relative to the file. `${NAME}` stands for an environment variable; a path that begins
 /// with one is relative to the folder that the program is started in.
@@ -445,12 +445,9 @@ pub fn run(
         threads: options.threads,
         timings: false,
     };
-    let evaluation = request.run(observer, &folder)?;
+    let mut evaluation = request.run(observer, &folder)?;
+    evaluation.command = Some(options.command.clone());
     write_json(&folder.0.join("report.json"), &evaluation)?;
-    write_atomic(
-        &folder.0.join("report.md"),
-        report::markdown(&config.name, &evaluation, &options.command).as_bytes(),
-    )?;
     Ok(evaluation)
 }
 

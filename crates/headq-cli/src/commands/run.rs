@@ -31,7 +31,7 @@ pub fn run(context: &Context, args: &Run) -> Result<(), LabError> {
             || {
                 let provenance = report::provenance(&evaluation).join("\n");
                 let table = report::table(&evaluation, false);
-                format!("{provenance}\n{table}\nreport: {}", out.join("report.md").display())
+                format!("{provenance}\n{table}\nreport: {}", out.join("report.html").display())
             },
         ),
         Outcome::Diagnosis(diagnosis) => {
@@ -54,11 +54,14 @@ pub fn load(context: &Context, path: &Path) -> Result<RunConfig, LabError> {
 
 /// Carries out a configuration of either kind.
 pub fn take(context: &Context, config: &RunConfig, options: &RunOptions) -> Result<Outcome, LabError> {
-    if config.diagnose.is_some() {
-        let diagnosis = super::diagnose::take(context, config, options)?;
-        super::report::write(std::slice::from_ref(&options.out), &options.out.join("report.html"), &options.command)?;
-        return Ok(Outcome::Diagnosis(Box::new(diagnosis)));
-    }
-    let announce = |loaded: &LoadedModel, tokens: usize| context.say_memory(&loaded.description, tokens, usize::MAX);
-    Ok(Outcome::Evaluation(Box::new(run_config(config, options, &context.bars, &announce)?)))
+    let outcome = match config.diagnose {
+        Some(_) => Outcome::Diagnosis(Box::new(super::diagnose::take(context, config, options)?)),
+        None => {
+            let announce =
+                |loaded: &LoadedModel, tokens: usize| context.say_memory(&loaded.description, tokens, usize::MAX);
+            Outcome::Evaluation(Box::new(run_config(config, options, &context.bars, &announce)?))
+        }
+    };
+    super::report::write(std::slice::from_ref(&options.out), &options.out.join("report.html"), &options.command)?;
+    Ok(outcome)
 }

@@ -107,7 +107,7 @@ pub fn of_diagnosis(diagnosis: &Diagnosis, command: &str) -> Source {
 
 /// Provenance of the figures of an evaluation.
 pub fn of_evaluation(evaluation: &Evaluation, command: &str) -> Source {
-    Source { measured: measured!(evaluation).line(), command: None, report: command.into() }
+    Source { measured: measured!(evaluation).line(), command: evaluation.command.clone(), report: command.into() }
 }
 
 /// Everything that is needed to make a run again.

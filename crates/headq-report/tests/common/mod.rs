@@ -434,6 +434,7 @@ pub fn diagnosis(name: &str, shape: Shape) -> Diagnosis {
 pub fn evaluation(shape: Shape) -> Evaluation {
     Evaluation {
         program: PROGRAM.into(),
+        command: Some("headq run evaluated.toml".into()),
         model: "checkpoints/evaluated".into(),
         fingerprint: fingerprint(shape),
         device: "flex".into(),
