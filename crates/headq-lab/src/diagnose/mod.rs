@@ -100,7 +100,7 @@ impl Texts {
             return Err(LabError::Usage(reason.into()));
         }
         let both =
-            windows(&diagnose.text, &tokenizer, &WindowOptions { windows: w + c, ..own }).map_err(|e| match e {
+            windows(&diagnose.text, &tokenizer, &WindowOptions { windows: w.saturating_add(c), ..own }).map_err(|e| match e {
                 LabError::Text { path, reason } => LabError::Text {
                     path,
                     reason: format!(
