@@ -24,7 +24,7 @@ pub mod thresholds;
 
 use std::path::Path;
 
-use headq::scheme::{BaseScheme, Scheme};
+use headq::scheme::{BaseScheme, Family, Scheme};
 use headq_models::{LoadOptions, LoadedModel, load};
 
 use self::chain::Chain;
@@ -120,7 +120,7 @@ impl Texts {
 
 /// Fails where the base quantizer codes nothing, or the correction does not fit the heads.
 fn check(plan: &Plan, diagnose: &DiagnoseConfig, texts: &Texts) -> Result<(), LabError> {
-    for scheme in [plan.uncorrected(), plan.flipped()] {
+    for scheme in [plan.uncorrected(), plan.corrected(Family::QueryPca)] {
         scheme.check(plan.head_dim)?;
     }
     let least = plan.least_context() + 1;
