@@ -930,32 +930,31 @@ fn windows_beyond_learned_positions() {
 
 #[test]
 fn weights_of_a_diagnosis_that_are_not_numbers() {
-    for (weight, needles) in [
-        ("model.layers.0.self_attn.k_proj.weight", ["window 0", "not finite"]),
-        ("model.norm.weight", ["window 0", "not finite"]),
-    ] {
+    // The last norm is not read before the first losses are, when statistics have been kept.
+    for (weight, left) in [("model.layers.0.self_attn.k_proj.weight", 0), ("model.norm.weight", 1)] {
         let world = World::new(GQA);
         world.surgery(|t| t.get_mut(weight).unwrap().2[..4].copy_from_slice(&f32::NAN.to_le_bytes()));
         let output = world.run(&diagnosis(&["--quiet"]));
         let error = String::from_utf8(output.stderr).unwrap();
         assert!(output.status.code() == Some(1) && error.lines().count() == 1, "{error}");
-        needles.iter().for_each(|needle| assert!(error.contains(needle), "{needle:?} is not in: {error}"));
-        assert!(!world.path("made/diagnosis.json").exists() && world.list("made/parts").is_empty());
+        ["window 0", "not finite"]
+            .iter()
+            .for_each(|needle| assert!(error.contains(needle), "{needle:?} is not in: {error}"));
+        let files = if world.path("made").exists() { world.list("made") } else { Vec::new() };
+        assert_eq!(files.iter().filter(|f| f.ends_with(".safetensors")).count(), left);
+        assert!(left > 0 || files.is_empty(), "a run that got nowhere leaves nothing behind: {files:?}");
+        assert!(!files.iter().any(|f| f.ends_with("diagnosis.json")));
     }
 }
 
 #[test]
-fn a_head_whose_queries_are_zero_has_no_basis() {
+fn a_head_whose_queries_are_zero_is_diagnosed_like_others() {
     let world = World::new(GQA);
     world.surgery(|t| t.get_mut("model.layers.1.self_attn.q_proj.weight").unwrap().2.fill(0));
-    let output = world.run(&diagnosis(&["--quiet"]));
-    let error = String::from_utf8(output.stderr).unwrap();
-    assert_eq!(output.status.code(), Some(1));
-    assert!(error.starts_with("error: basis ") && error.lines().count() == 1, "{error}");
-    assert!(error.contains("layer 1, head 0: all queries in the statistics are zero"), "{error}");
-    assert!(!world.path("made/diagnosis.json").exists());
-    // What needs no basis can be had.
-    world.succeeds(&diagnosis(&["--links", "metric,counterexamples,null-space"]));
+    world.succeeds(&diagnosis(&[]));
+    let diagnosis = world.json("made/diagnosis.json");
+    let maps = diagnosis["bases"]["maps"].as_array().unwrap();
+    assert!(!maps.is_empty() && maps.iter().all(|m| m["fisher"][1][0] == 0.0), "its scores cannot be wrong");
 }
 
 #[test]

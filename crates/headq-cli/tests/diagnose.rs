@@ -141,10 +141,10 @@ fn the_metric_link_ranks_every_head_under_every_setting() {
     let positive = |x: &f64| *x > 0.0;
     assert!(metric.points.iter().all(|p| [p.mse, p.fisher, p.kl, p.output_error].iter().all(positive)));
     assert!(metric.value_points.iter().all(|p| [p.mse, p.a2, p.readout].iter().all(positive)));
-    // The issue asks for fifteen settings at least; chance is far from what pairs say.
+    // Enough settings to correlate over; chance is far from what pairs say.
     assert!(metric.settings.len() >= 15);
     let rho = |c: &Correlation| c.operator.unwrap().estimate;
-    assert!(rho(&metric.shuffled).abs() < 0.4 && rho(&metric.keys[0]) > 0.9);
+    assert!(rho(&metric.shuffled).abs() < 0.02 && rho(&metric.keys[0]) > 0.9);
 }
 
 #[test]

@@ -259,7 +259,7 @@ pub(crate) struct Folder(pub PathBuf);
 
 impl Folder {
     /// Makes the folder, or takes up a run of the same manifest, and holds a lock on it.
-    pub fn open(path: &Path, manifest: &Manifest) -> Result<(Self, File), LabError> {
+    pub fn open(path: &Path, manifest: &Manifest) -> Result<(Self, Hold), LabError> {
         let file = path.join("run.json");
         let taken_up = file.exists();
         if taken_up {
@@ -282,6 +282,7 @@ impl Folder {
             let reason = "is not empty and holds no run; give another --out".into();
             return Err(LabError::Artifact { path: path.to_owned(), reason });
         }
+        let made_folder = !path.exists();
         std::fs::create_dir_all(path).map_err(LabError::io(path))?;
         let lock = File::create(path.join(LOCK)).map_err(LabError::io(path))?;
         if let Err(TryLockError::WouldBlock) = lock.try_lock() {
@@ -297,7 +298,34 @@ impl Folder {
         for left in list(path)?.iter().chain(&list(&parts)?).filter(|p| is_temporary(p)) {
             std::fs::remove_file(left).map_err(LabError::io(left))?;
         }
-        Ok((Self(path.to_owned()), lock))
+        Ok((Self(path.to_owned()), Hold { _lock: lock, path: path.to_owned(), made: !taken_up, made_folder }))
+    }
+}
+
+/// A run's folder is held while this lives. A run that ends before it has finished anything leaves nothing behind.
+pub(crate) struct Hold {
+    _lock: File,
+    path: PathBuf,
+    /// Whether the run began here, rather than being taken up.
+    made: bool,
+    made_folder: bool,
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        let (manifest, parts, lock) = (self.path.join("run.json"), self.path.join("parts"), self.path.join(LOCK));
+        let own = [&manifest, &parts, &lock];
+        let nothing_else = |found: Vec<PathBuf>| found.iter().all(|f| own.contains(&f));
+        let unfinished = list(&self.path).is_ok_and(nothing_else) && list(&parts).is_ok_and(|parts| parts.is_empty());
+        if !(self.made && unfinished) {
+            return;
+        }
+        // What cannot be removed does no harm: a run of the same kind takes it up.
+        let _ = std::fs::remove_file(manifest).and_then(|()| std::fs::remove_dir(parts));
+        let _ = std::fs::remove_file(lock);
+        if self.made_folder {
+            let _ = std::fs::remove_dir(&self.path);
+        }
     }
 }
 

@@ -52,6 +52,10 @@ impl Basis {
         if rank == 0 || rank > head_dim {
             return Err(fail(format!("rank {rank} is outside 1 to the head width {head_dim}")));
         }
+        let silent = |m: &Moments| m.n > 0 && m.outer.trace() == 0.0;
+        if family == Family::ScoreOptimal && stats.iter().flat_map(|layer| &layer.q).all(silent) {
+            return Err(fail("all queries in the statistics are zero".into()));
+        }
         let side_heads = match scope {
             Scope::KvHead => kv_heads,
             Scope::QueryHead => heads,
@@ -208,14 +212,15 @@ fn top_eigenvectors(x: DMatrix<f64>, rank: usize) -> DMatrix<f64> {
 
 /// W = C_q^{½}V and U = C_q^{−½}V with V the top eigenvectors of C_q^{½} C_e C_q^{½}.
 ///
-/// Among all rank-r corrections U Wᵀe of a residual e it leaves the least E[(qᵀ(e − UWᵀe))²] = tr C_q (I − UWᵀ) C_e (I − UWᵀ)ᵀ.
+/// Among all rank-r corrections U Wᵀe of a residual e it leaves the least E[(qᵀ(e − UWᵀe))²] = tr C_q (I − UWᵀ) C_e (I − UWᵀ)ᵀ. Where
+/// all queries are zero every correction does, and that of C_q = I is taken.
 fn score_optimal(c_q: DMatrix<f64>, c_e: DMatrix<f64>, rank: usize) -> Result<HeadBasis, String> {
     let (values, vectors) = descending_eigen(c_q);
     let floor = values[0] * SCORE_OPTIMAL_FLOOR;
-    if floor.is_nan() || floor <= 0.0 {
-        return Err("all queries in the statistics are zero".into());
+    if floor.is_nan() {
+        return Err("the queries in the statistics are not finite".into());
     }
-    let roots = values.map(|v| v.max(floor).sqrt());
+    let roots = if floor > 0.0 { values.map(|v| v.max(floor).sqrt()) } else { values.map(|_| 1.0) };
     let half = &vectors * DMatrix::from_diagonal(&roots) * vectors.transpose();
     let inverse_half = &vectors * DMatrix::from_diagonal(&roots.map(|v| 1.0 / v)) * vectors.transpose();
     let top = top_eigenvectors(crate::stats::symmetric(&half * c_e * &half), rank);

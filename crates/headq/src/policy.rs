@@ -2,7 +2,7 @@
 //!
 //! Each policy is a weight per token; the half of every group with the larger weights gets one bit more than the mean, the other half
 //! one bit less. Of equal weights, the earlier token comes first. To add a policy, give it a name in [`crate::scheme::Policy`] and a
-//! weight in [`weights`].
+//! weight in `weights`.
 
 use burn::tensor::{Bool, Device, Tensor, TensorData};
 

@@ -42,7 +42,7 @@ pub(super) struct Chain<'a> {
     /// Calibration statistics.
     pub sources: &'a Sources,
     /// Statistics of the measured text, made when they are first needed.
-    pub held_out: &'a dyn Fn() -> Result<StatsArtifact, LabError>,
+    pub held_out: &'a dyn Fn(&dyn Observer) -> Result<StatsArtifact, LabError>,
     /// What decides verdicts.
     pub thresholds: &'a Thresholds,
     /// Progress and interruption.
@@ -345,7 +345,7 @@ impl Chain<'_> {
         let mut evaluated = self.evaluate(&schemes, observer)?;
         let maps = evaluated[1..].iter().map(|e| self.head_map(e)).collect();
         let reference = self.reference(&mut evaluated);
-        let held_out = (self.held_out)()?;
+        let held_out = (self.held_out)(observer)?;
         let ranks = ranks(self.plan.head_dim);
         let curve = |family: Family| -> Result<RankCurve, LabError> {
             let shares = ranks.iter().map(|r| Ok(mean(&self.captured(family, *r, &held_out.layers)?)));

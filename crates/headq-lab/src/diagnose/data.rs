@@ -229,7 +229,7 @@ pub struct Metric {
     pub points: Vec<KeyPoint>,
     /// Pooled first, then within each quantizer.
     pub keys: Vec<Correlation>,
-    /// The same numbers with KL shuffled among the points: what chance gives.
+    /// The same numbers over many shuffles of KL among the points, mean and quantiles: what chance gives.
     pub shuffled: Correlation,
     /// Value settings; values follow in the same way.
     pub value_settings: Vec<Setting>,

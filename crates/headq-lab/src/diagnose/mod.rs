@@ -189,12 +189,12 @@ pub fn diagnose(
         bases: Vec::new(),
     };
     let (folder, _lock) = Folder::open(&options.out, &manifest)?;
-    let statistics = |file: &str, of: &[Windows]| -> Result<StatsArtifact, LabError> {
+    let statistics = |file: &str, of: &[Windows], observer: &dyn Observer| -> Result<StatsArtifact, LabError> {
         kept_statistics(&folder.0.join(file), &loaded, || {
             calibrate(&loaded.model, &loaded.fingerprint, of, config.add_bos, base, options.threads, observer)
         })
     };
-    let calibrated = statistics("stats-calibration.safetensors", &texts.calibration)?;
+    let calibrated = statistics("stats-calibration.safetensors", &texts.calibration, observer)?;
     let request = Request {
         model: &loaded.model,
         fingerprint: &loaded.fingerprint,
@@ -208,7 +208,7 @@ pub fn diagnose(
         threads: options.threads,
         timings: false,
     };
-    let held_out = || statistics("stats-measured.safetensors", &texts.measured);
+    let held_out = |observer: &dyn Observer| statistics("stats-measured.safetensors", &texts.measured, observer);
     let chain = Chain {
         request: &request,
         plan: &plan,

@@ -291,6 +291,26 @@ impl Bootstrap {
         })
     }
 
+    /// Spearman's ρ of two predictors with a target that is shuffled among the points, and second minus first: the mean over as many
+    /// shuffles as there are replicates, and the quantiles that hold the confidence level (a permutation distribution; Pitman 1937).
+    pub fn shuffled_predictors(&self, first: &[f64], second: &[f64], target: &[f64]) -> [Option<Interval>; 3] {
+        let (Some(first), Some(second)) = (SortedSeries::new(first), SortedSeries::new(second)) else {
+            return [None; 3];
+        };
+        let ones = vec![1; target.len()];
+        let (first, second, target) = (first.ranks(&ones), second.ranks(&ones), ranks(target));
+        let shuffle = |i: usize| -> [Option<f64>; 3] {
+            let target = shuffled(&target, self.seed.wrapping_add(i as u64));
+            let [first, second] = [&first, &second].map(|predictor| rank_correlation(predictor, &target, &ones));
+            [first, second, second.zip(first).map(|(second, first)| second - first)]
+        };
+        let found: Vec<[Option<f64>; 3]> = (0..self.replicates).into_par_iter().map(shuffle).collect();
+        std::array::from_fn(|n| {
+            let defined: Vec<f64> = found.iter().filter_map(|f| f[n]).collect();
+            self.percentiles(weighted_mean(&defined, &vec![1; defined.len()]), defined)
+        })
+    }
+
     /// Σ part / Σ whole over units that hold parts of wholes, such as heads with their pairs. `None` for an empty whole
     /// or fewer than 2 units.
     ///

@@ -165,13 +165,17 @@ fn calibration(diagnosis: &Diagnosis) -> Table {
 const THRESHOLDS: &[(&str, &str)] = &[
     ("confidence", "confidence level of every interval"),
     ("replicates", "bootstrap replicates"),
+    (
+        "min-units",
+        "every interval: least number of windows or heads to resample; with fewer heads, points are resampled in their place",
+    ),
     ("min-points", "metric, route flips: least number of points for a correlation"),
     ("min-rho", "metric: least Spearman ρ of Fisher error with attention KL"),
     ("min-counterexamples", "counterexamples: least share of equal-budget pairs"),
     ("budget-tolerance", "metric, counterexamples: code bits per element by which equal budgets may differ"),
     (
         "min-null-rise",
-        "null space: least ratio of the largest to the smallest Fisher error over α for the static quantizer",
+        "null space: least ratio of the greatest Fisher error over α to that of centered keys, for a static quantizer",
     ),
     (
         "max-null-change",

@@ -6,7 +6,7 @@ use super::{broken, counted, decide, finite, inconclusive, mean, percent, show, 
 use crate::diagnose::data::{
     Correlation, Interval, Judgement, KeyPoint, Metric, Selection, SelectionRival, Setting, ValuePoint, Verdict,
 };
-use crate::diagnose::statistics::{Bootstrap, Units, shuffled};
+use crate::diagnose::statistics::{Bootstrap, Units};
 use crate::diagnose::thresholds::Thresholds;
 
 /// The value policy that E6 leads to, and those beside it; `token` is uniform.
@@ -107,10 +107,12 @@ fn correlation(group: &str, points: &[Ranked], bootstrap: &Bootstrap) -> Correla
 }
 
 /// The pooled correlation with the targets in an order drawn by the seed: what chance gives.
+/// The permutation distribution: mean and quantiles of ρ over shuffles of the target among the points.
 fn shuffled_control(points: &[Ranked], bootstrap: &Bootstrap) -> Correlation {
-    let targets = shuffled(&points.iter().map(|p| p.target).collect::<Vec<_>>(), bootstrap.seed);
-    let points: Vec<Ranked> = points.iter().zip(targets).map(|(p, target)| Ranked { target, ..*p }).collect();
-    correlation("shuffled", &points, bootstrap)
+    let column = |value: fn(&Ranked) -> f64| points.iter().map(value).collect::<Vec<f64>>();
+    let (storage, operator, target) = (column(|p| p.storage), column(|p| p.operator), column(|p| p.target));
+    let [storage, operator, difference] = bootstrap.shuffled_predictors(&storage, &operator, &target);
+    Correlation { group: "shuffled".into(), points: points.len(), storage, operator, difference }
 }
 
 fn judge_metric(pooled: &Correlation, resampled: &str, thresholds: &Thresholds) -> Judgement {
