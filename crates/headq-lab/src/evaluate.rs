@@ -104,7 +104,7 @@ impl Sources {
     }
 
     /// Means and scales of the keys, which are the same whatever base quantizer was calibrated.
-    fn key_statistics(&self, scheme: &Scheme) -> Result<KeyStatistics, LabError> {
+    pub(crate) fn key_statistics(&self, scheme: &Scheme) -> Result<KeyStatistics, LabError> {
         let Some((path, artifact)) = self.stats.first() else {
             return Err(LabError::Usage(format!(
                 "scheme '{scheme}' needs means and scales of the keys: give --stats (from headq calibrate)"
@@ -163,7 +163,7 @@ impl Sources {
 }
 
 /// Whether a basis artifact is the one that a scheme's side code needs.
-fn artifact_agrees(
+pub(crate) fn artifact_agrees(
     artifact: &BasisArtifact,
     base: &BaseScheme,
     side: &SideScheme,
@@ -175,7 +175,7 @@ fn artifact_agrees(
 }
 
 /// Whether an artifact made with the base quantizer `made_with` serves side codes on `base`.
-fn same_base(side: &SideScheme, base: &BaseScheme, made_with: &str) -> Result<(), String> {
+pub(crate) fn same_base(side: &SideScheme, base: &BaseScheme, made_with: &str) -> Result<(), String> {
     if !side.family.uses_residual() {
         return Ok(());
     }
