@@ -112,11 +112,7 @@ pub fn angles(comparison: &Comparison) -> Option<String> {
 }
 
 fn degrees(angle: f64) -> String {
-    match angle {
-        0.0 => "0".into(),
-        a if a < 0.01 => format!("{a:.0e}"),
-        a => format!("{a:.2}"),
-    }
+    format!("{angle:.2}")
 }
 
 /// A table in Markdown, whose columns after the first `words` are numbers.
@@ -189,6 +185,6 @@ mod tests {
         let alone = Estimate { low: None, ..e };
         assert_eq!((ratio(&alone), ratio(&Estimate::default())), ("0.500".into(), "–".into()));
         assert_eq!(difference(&Estimate { estimate: Some(0.0), low: None, high: None }), "0");
-        assert_eq!([degrees(0.0), degrees(3e-7), degrees(45.0)], ["0", "3e-7", "45.00"]);
+        assert_eq!([degrees(3e-14), degrees(45.0)], ["0.00", "45.00"]);
     }
 }
