@@ -281,10 +281,10 @@ pub struct Compare {
 /// is kept. Bases, means and scales come from --calibration-text, or else from windows of the
 /// text that follow the measured ones.
 ///
-/// Thresholds (--threshold NAME=VALUE): confidence=0.95 replicates=1000 min-points=30
-/// min-rho=0.8 min-counterexamples=0.01 budget-tolerance=0.001 (bits) min-null-rise=1.5
-/// max-null-change=0.02 min-damage=0.005 (nats) max-dense-loss=0.95 (of ln vocabulary)
-/// min-flip-ratio=1 min-flip-rise=1.5 min-excess-removed=0.25. They are explained in
+/// Thresholds (--threshold NAME=VALUE): confidence=0.95 replicates=1000 min-units=4
+/// min-points=30 min-rho=0.8 min-counterexamples=0.01 budget-tolerance=0.001 (bits)
+/// min-null-rise=1.5 max-null-change=0.02 min-damage=0.005 (nats) max-dense-loss=0.95 (of ln
+/// vocabulary) min-flip-ratio=1 min-flip-rise=1.5 min-excess-removed=0.25. They are explained in
 /// crates/headq-lab/src/diagnose/thresholds.rs and in every report.
 ///
 /// Example:

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{BASE, GQA, SIDE, World, config, tokenizer};
+use common::{BASE, GQA, SIDE, World, config, text, tokenizer};
 use predicates::prelude::*;
 use serde_json::{Value, json};
 
@@ -11,9 +11,9 @@ const EVAL: &[&str] = &["eval", "model", "--text", "text.txt", "--context", "32"
 const CALIBRATE: &[&str] =
     &["calibrate", "model", "--text", "text.txt", "--context", "32", "--windows", "2", "--base", "kivi-2(g=8)"];
 
-/// Fails with one line on standard error that has all of `needles`, and leaves every file as it was.
+/// Fails with one line on standard error that has all of `needles`, and leaves every file as it was. Returns the exit status.
 #[track_caller]
-fn fails(world: &World, args: &[&str], needles: &[&str]) {
+fn fails(world: &World, args: &[&str], needles: &[&str]) -> Option<i32> {
     let before = world.snapshot();
     let output = world.run(&[args, &["--quiet"]].concat());
     let error = String::from_utf8(output.stderr).unwrap();
@@ -26,6 +26,31 @@ fn fails(world: &World, args: &[&str], needles: &[&str]) {
         assert!(error.contains(needle), "{needle:?} is not in: {error}");
     }
     assert!(before == world.snapshot(), "{args:?} changed files: {error}");
+    status
+}
+
+/// `headq diagnose` with these flags instead of the usual ones.
+fn diagnosis<'a>(flags: &[&'a str]) -> Vec<&'a str> {
+    let mut args = vec!["diagnose", "model"];
+    for pair in [
+        ["--text", "text.txt"],
+        ["--context", "64"],
+        ["--windows", "2"],
+        ["--calibration-windows", "2"],
+        ["--base", "kivi-2(g=8,r=4)"],
+        ["--out", "made"],
+    ] {
+        if !flags.contains(&pair[0]) {
+            args.extend(pair);
+        }
+    }
+    args.extend(flags);
+    args
+}
+
+#[track_caller]
+fn diagnosis_fails(world: &World, status: i32, flags: &[&str], needles: &[&str]) {
+    assert_eq!(fails(world, &diagnosis(flags), needles), Some(status), "{flags:?}");
 }
 
 /// clap's own errors, with its hint.
@@ -422,6 +447,36 @@ fn side_code_without_a_basis() {
 }
 
 #[test]
+fn static_quantizers_without_statistics() {
+    let world = World::new(GQA);
+    for scheme in ["grid-2(g=8)", "kivi-2(g=8,center)", "grid-2(g=8)/a2-2(c=8)"] {
+        fails(
+            &world,
+            &[EVAL, &["--scheme", scheme]].concat(),
+            &[scheme.split('(').next().unwrap(), "needs means", "--stats"],
+        );
+    }
+    let world = world.calibrated();
+    for scheme in ["grid-2(g=8)", "kivi-2(g=8,center)", "rotated-2(g=8,center)"] {
+        world.eval(&["--scheme", scheme, "--stats", "stats.safetensors"]);
+    }
+}
+
+#[test]
+fn mixed_policies_without_halves_or_bits_to_spare() {
+    scheme_fails("kivi-2(g=33)/a2-2", &["a2-2", "g must be even, found 33"]);
+    scheme_fails("dense/mse-2(g=7)", &["mse-2(g=7)", "g must be even, found 7"]);
+    for policy in ["a2", "mse", "random", "recency"] {
+        for bits in [1, 8] {
+            scheme_fails(&format!("kivi-2/{policy}-{bits}"), &[&format!("'{policy}-{bits}'"), "must be from 2 to 7"]);
+        }
+    }
+    scheme_fails("dense/a2-9", &["'a2-9'"]);
+    scheme_fails("dense/a3-2", &["'a3'", "known are dense, token, a2, mse, random, recency"]);
+    scheme_fails("a2-2", &["'a2'", "known are kivi, token, grid, rotated"]);
+}
+
+#[test]
 fn learned_basis_from_statistics() {
     let scheme = "kivi-2(g=8,r=4)+learned(rank=2,bits=4)";
     let world = World::new(GQA).calibrated();
@@ -811,4 +866,215 @@ fn folder_of_something_else() {
     std::fs::create_dir(world.path("made")).unwrap();
     world.write("made/run.json", "{}");
     fails(&world, &["run", "run.toml", "--out", "made"], &["made", "unreadable run.json"]);
+}
+
+// Diagnoses.
+
+#[test]
+fn windows_to_measure_and_windows_to_calibrate_on() {
+    let world = World::new(GQA);
+    let needles =
+        ["text.txt", "2400 tokens make 37 windows of 64, and 38 were asked for", "36 windows are measured, 2 are for"];
+    diagnosis_fails(&world, 1, &["--windows", "36"], &needles);
+    world.write("short.txt", text(100, 3));
+    diagnosis_fails(&world, 1, &["--calibration-text", "short.txt"], &["short.txt", "make 1 windows", "2 were asked"]);
+    diagnosis_fails(&world, 2, &["--windows", "0"], &["windows 0"]);
+    diagnosis_fails(&world, 2, &["--calibration-windows", "0"], &["calibration windows 0"]);
+    diagnosis_fails(&world, 2, &["--calibration-windows", "0", "--calibration-text", "other.txt"], &["windows 0"]);
+    let largest = usize::MAX.to_string();
+    diagnosis_fails(&world, 1, &["--windows", &largest], &["37 windows", &largest]);
+    diagnosis_fails(&world, 1, &["--calibration-windows", &largest], &["37 windows", &largest]);
+    diagnosis_fails(&world, 1, &["--max-chars", "0"], &["text.txt", "empty"]);
+}
+
+#[test]
+fn a_text_both_measured_and_calibrated_on() {
+    let world = World::new(GQA);
+    let needles = ["text.txt", "is measured, and so is no text to calibrate on"];
+    diagnosis_fails(&world, 1, &["--calibration-text", "text.txt"], &needles);
+    // By content, whatever it is called.
+    world.write("copy.txt", world.read("text.txt"));
+    diagnosis_fails(&world, 1, &["--calibration-text", "other.txt", "--calibration-text", "copy.txt"], &needles);
+}
+
+#[test]
+fn calibration_texts_that_cannot_be_read() {
+    let world = World::new(GQA);
+    world.write("bytes.txt", b"w1 w2 \xff\xfe w3");
+    diagnosis_fails(&world, 1, &["--calibration-text", "bytes.txt"], &["bytes.txt", "not UTF-8", "byte 6"]);
+    diagnosis_fails(&world, 1, &["--calibration-text", "nowhere.txt"], &["nowhere.txt", "No such file"]);
+    diagnosis_fails(&world, 1, &["--calibration-text", "model"], &["model", "directory"]);
+    world.write("blank.txt", " \n");
+    diagnosis_fails(&world, 1, &["--calibration-text", "blank.txt"], &["blank.txt", "empty"]);
+}
+
+#[test]
+fn windows_in_which_the_base_codes_nothing() {
+    let world = World::new(GQA);
+    let needles = ["windows of 12 tokens", "dense throughout", "at least 13"];
+    diagnosis_fails(&world, 2, &["--context", "12"], &needles);
+    let needles = ["windows of 64 tokens", "kivi-2(g=32,r=32)", "at least 65"];
+    diagnosis_fails(&world, 2, &["--base", "kivi-2"], &needles);
+    world.succeeds(&diagnosis(&["--context", "13"]));
+}
+
+#[test]
+fn windows_beyond_learned_positions() {
+    let world = World::new("gpt2");
+    diagnosis_fails(&world, 1, &["--context", "257"], &["257 positions", "256"]);
+    let section = "[calibrate]\ntext = \"other.txt\"\ncontext = 257\nwindows = 2\n";
+    world.write("run.toml", diagnose_config() + section);
+    assert_eq!(fails(&world, &["run", "run.toml"], &["257 positions", "256"]), Some(1));
+    world.succeeds(&diagnosis(&["--context", "256", "--links", "null-space"]));
+}
+
+#[test]
+fn weights_of_a_diagnosis_that_are_not_numbers() {
+    for (weight, needles) in [
+        ("model.layers.0.self_attn.k_proj.weight", ["window 0", "not finite"]),
+        ("model.norm.weight", ["window 0", "not finite"]),
+    ] {
+        let world = World::new(GQA);
+        world.surgery(|t| t.get_mut(weight).unwrap().2[..4].copy_from_slice(&f32::NAN.to_le_bytes()));
+        let output = world.run(&diagnosis(&["--quiet"]));
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.code() == Some(1) && error.lines().count() == 1, "{error}");
+        needles.iter().for_each(|needle| assert!(error.contains(needle), "{needle:?} is not in: {error}"));
+        assert!(!world.path("made/diagnosis.json").exists() && world.list("made/parts").is_empty());
+    }
+}
+
+#[test]
+fn a_head_whose_queries_are_zero_has_no_basis() {
+    let world = World::new(GQA);
+    world.surgery(|t| t.get_mut("model.layers.1.self_attn.q_proj.weight").unwrap().2.fill(0));
+    let output = world.run(&diagnosis(&["--quiet"]));
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(error.starts_with("error: basis ") && error.lines().count() == 1, "{error}");
+    assert!(error.contains("layer 1, head 0: all queries in the statistics are zero"), "{error}");
+    assert!(!world.path("made/diagnosis.json").exists());
+    // What needs no basis can be had.
+    world.succeeds(&diagnosis(&["--links", "metric,counterexamples,null-space"]));
+}
+
+#[test]
+fn links_that_are_none() {
+    let world = World::new(GQA);
+    let known = "known are metric, counterexamples, null-space, bases, direction, route-flips, perplexity";
+    diagnosis_fails(&world, 2, &["--links", "metrics"], &["links: 'metrics'", known]);
+    diagnosis_fails(&world, 2, &["--links", "metric,"], &["links: ''", known]);
+    diagnosis_fails(&world, 2, &["--links", ""], &["links: ''", known]);
+    diagnosis_fails(&world, 2, &["--links", "metric, bases"], &["links: ' bases'", known]);
+    diagnosis_fails(&world, 2, &["--links", "bases,metric,bases"], &["links: 'bases' is given twice"]);
+    diagnosis_fails(&world, 2, &["--links", "bases", "--links", "bases"], &["links: 'bases' is given twice"]);
+    misused(&world, &diagnosis(&["--links"]), &["--links"]);
+}
+
+#[test]
+fn thresholds_without_a_meaning() {
+    let world = World::new(GQA);
+    for (threshold, needle) in [
+        ("min-rho", "threshold 'min-rho' is not written NAME=VALUE"),
+        ("", "threshold '' is not written NAME=VALUE"),
+        ("rho=0.5", "'rho' is not known; known are confidence, replicates, min-units"),
+        ("min_rho=0.5", "'min_rho' is not known"),
+        ("=1", "'' is not known"),
+        ("min-rho=", "min-rho: expected a number, found ''"),
+        ("min-rho=high", "min-rho: expected a number, found 'high'"),
+        ("min-rho=NaN", "min-rho: expected a number, found 'NaN'"),
+        ("min-rho=null", "min-rho: expected a number, found 'null'"),
+        ("min-rho=\"1\"", "min-rho: expected a number, found '\"1\"'"),
+        ("min-rho=-0.5", "min-rho: expected a number of at least 0, found -0.5"),
+        ("min-rho=1e999", "min-rho: expected a number, found '1e999'"),
+        ("confidence=1", "confidence: expected a number between 0 and 1, found 1"),
+        ("confidence=0", "confidence: expected a number between 0 and 1, found 0"),
+        ("replicates=2.5", "replicates: expected a number, found '2.5'"),
+        ("replicates=19", "replicates: expected 20 to 100000, found 19"),
+        ("min-units=1", "min-units: expected 2 to 1000000, found 1"),
+        ("min-points=2", "min-points: expected 3 to 1000000, found 2"),
+    ] {
+        diagnosis_fails(&world, 2, &["--threshold", threshold], &[needle]);
+    }
+}
+
+#[test]
+fn corrections_that_do_not_fit() {
+    let world = World::new(GQA);
+    diagnosis_fails(&world, 1, &["--rank", "17"], &["query-pca(rank=17,bits=4)", "exceeds the head width 16"]);
+    diagnosis_fails(&world, 2, &["--rank", "0"], &["rank: expected at least 1, found 0"]);
+    diagnosis_fails(&world, 2, &["--bits", "1"], &["bits", "2 to 8", "found 1"]);
+    diagnosis_fails(&world, 2, &["--bits", "9"], &["bits", "2 to 8", "found 9"]);
+    misused(&world, &diagnosis(&["--rank", "two"]), &["--rank"]);
+    misused(&world, &diagnosis(&["--bits", "-1"]), &["-1"]);
+}
+
+#[test]
+fn bases_that_are_none() {
+    let world = World::new(GQA);
+    for base in [
+        "",
+        "kivi",
+        "kivi-9",
+        "kiwi-2",
+        "dense",
+        "kivi-2(g=8",
+        "kivi-2(g=8)/token-2(c=8)",
+        "kivi-2+query-pca(rank=2,bits=4)",
+    ] {
+        diagnosis_fails(&world, 2, &["--base", base], &[&format!("scheme '{base}'")]);
+        world.write("run.toml", diagnose_config().replace("kivi-2(g=8,r=4)", base));
+        fails(&world, &["run", "run.toml"], &["run.toml", "base: ", base]);
+    }
+    diagnosis_fails(&world, 1, &["--base", "token-2(g=8,r=4,c=3)"], &["c=3 does not divide the head width 16"]);
+}
+
+#[test]
+fn folders_that_are_not_a_diagnosis() {
+    let world = World::new(GQA);
+    world.write("file", "mine");
+    diagnosis_fails(&world, 1, &["--out", "file"], &["file"]);
+    diagnosis_fails(&world, 1, &["--out", "file/made"], &["file/made"]);
+    diagnosis_fails(&world, 1, &["--out", "model"], &["model", "not empty and holds no run"]);
+    misused(&world, &diagnosis(&["--out", ""]), &["--out"]);
+    world.write("run.toml", config(2));
+    world.succeeds(&["run", "run.toml", "--out", "evaluated"]);
+    diagnosis_fails(&world, 1, &["--out", "evaluated"], &["evaluated", "another configuration"]);
+    world.succeeds(&diagnosis(&["--links", "null-space"]));
+    fails(&world, &["run", "run.toml", "--out", "made"], &["made", "another configuration"]);
+}
+
+fn diagnose_config() -> String {
+    r#"name = "tiny"
+model = "model"
+
+[diagnose]
+text = "text.txt"
+context = 64
+windows = 2
+base = "kivi-2(g=8,r=4)"
+
+"#
+    .into()
+}
+
+#[test]
+fn configurations_of_a_diagnosis() {
+    let text = diagnose_config();
+    let eval = &config(2)[config(2).find("[eval]").unwrap()..];
+    config_fails(&format!("{text}{eval}"), &["run.toml", "both [eval] and [diagnose]"]);
+    config_fails("name = \"tiny\"\nmodel = \"model\"\n", &["run.toml", "[eval] or [diagnose], found neither"]);
+    config_fails(&text.replace("windows", "window"), &["line 7", "unknown field `window`", "windows"]);
+    config_fails(&format!("{text}link = [\"metric\"]\n"), &["unknown field `link`", "links"]);
+    config_fails(&format!("{text}links = []\n"), &["run.toml", "links: the list is empty"]);
+    config_fails(&format!("{text}links = [\"bases\", \"bases\"]\n"), &["run.toml", "'bases' is given twice"]);
+    config_fails(&format!("{text}rank = 0\n"), &["run.toml", "rank: expected at least 1"]);
+    config_fails(&format!("{text}bits = 9\n"), &["run.toml", "bits", "2 to 8"]);
+    config_fails(&format!("{text}calibration_windows = 0\n"), &["calibration windows 0"]);
+    config_fails(&format!("{text}[diagnose.thresholds]\nmin-rh = 0.5\n"), &["unknown field `min-rh`", "`min-rho`"]);
+    config_fails(&format!("{text}[diagnose.thresholds]\nmin-rho = -1.0\n"), &["run.toml", "threshold min-rho"]);
+    config_fails(&format!("{text}[diagnose.thresholds]\nmin-rho = nan\n"), &["run.toml", "threshold min-rho"]);
+    config_fails(&format!("{text}[diagnose.thresholds]\nconfidence = 1.5\n"), &["run.toml", "threshold confidence"]);
+    config_fails(&text.replace("text = \"text.txt\"", "text = []"), &["text is an empty list"]);
+    config_fails(&text.replace("text = \"text.txt\"\n", ""), &["missing field `text`"]);
 }

@@ -8,7 +8,7 @@ use predicates::prelude::*;
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
 
-const COMMANDS: [&str; 5] = ["inspect", "calibrate", "basis", "eval", "run"];
+const COMMANDS: [&str; 7] = ["inspect", "calibrate", "basis", "eval", "diagnose", "run", "suite"];
 
 /// Takes an example from a help text apart as a shell would.
 fn shell_words(text: &str) -> Vec<String> {
@@ -59,7 +59,7 @@ fn every_help_has_an_example_that_parses() {
         let help = world.succeeds(&[command, "--help"]);
         let example = help.split("Example:").nth(1).unwrap_or_else(|| panic!("{command}: no example"));
         let example = example.trim_start().split("\n\n").next().unwrap();
-        let words = shell_words(example);
+        let words: Vec<String> = shell_words(example).into_iter().skip_while(|word| word.contains('=')).collect();
         assert_eq!(words[..2], ["headq", command]);
         let output = world.run(&words[1..].iter().map(String::as_str).collect::<Vec<_>>());
         let error = String::from_utf8(output.stderr).unwrap();

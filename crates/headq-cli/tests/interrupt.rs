@@ -7,7 +7,7 @@ mod common;
 use std::process::{Child, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{GQA, World, config, text};
+use common::{DIAGNOSE, GQA, World, config, text};
 
 const RUN: &[&str] = &["run", "run.toml", "--out", "made", "--json", "--threads", "1"];
 
@@ -90,6 +90,63 @@ fn interrupted_runs_go_on() {
     }
     assert_eq!(world.succeeds(RUN), expected);
     assert_eq!(world.list("made/parts").len(), 4);
+}
+
+#[test]
+fn interrupted_diagnoses_go_on_link_by_link() {
+    let world = world();
+    let sizes = ["--context", "128", "--windows", "8", "--base", "kivi-2(g=8,r=4)", "--threshold", "replicates=50"];
+    let args = [&DIAGNOSE[..], &sizes, &["--json", "--threads", "1"]].concat();
+    let expected = world.succeeds(&args);
+    std::fs::remove_dir_all(world.path("made")).unwrap();
+    // During the calibration, and during the passes of the first link, the third, the fourth, the sixth and the last.
+    for (file, done) in [
+        ("run.json", 0),
+        ("stats-calibration.safetensors", 0),
+        ("parts/settings.json", 0),
+        ("parts/null-space.json", 2),
+        ("stats-measured.safetensors", 3),
+        ("parts/route-flips.json", 4),
+    ] {
+        let file = format!("made/{file}");
+        let mut child = world.command(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        assert_eq!(wait_for(&mut child, || world.path(&file).exists()), None, "the run is too short to interrupt");
+        signal(&child, "INT");
+        let output = child.wait_with_output().unwrap();
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{error}");
+        assert!(error.contains("\nerror: interrupted") && output.stdout.is_empty(), "{error}");
+        // Links that were finished before are not measured again.
+        assert!((1..=done).all(|link| !error.contains(&format!("{link}/7 "))), "{error}");
+        check_whole(&world);
+        assert_eq!(temporary(&world), [""; 0]);
+        assert!(!world.path("made/diagnosis.json").exists());
+    }
+    assert_eq!(world.succeeds(&args), expected);
+}
+
+#[test]
+fn an_interrupted_suite_ends_and_goes_on() {
+    let world = world();
+    for name in ["a", "b"] {
+        let links = r#"links = ["metric", "null-space"]"#;
+        let sizes = "context = 128\nwindows = 8\nbase = \"kivi-2(g=8,r=4)\"";
+        let text = format!("name = \"{name}\"\nmodel = \"model\"\n[diagnose]\ntext = \"text.txt\"\n{sizes}\n{links}\n");
+        world.write(&format!("{name}.toml"), text);
+    }
+    let suite = ["suite", "a.toml", "b.toml", "--out", "made", "--threads", "1"];
+    let mut child = world.command(&suite).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    assert_eq!(wait_for(&mut child, || world.path("made/a/parts/settings.json").exists()), None);
+    signal(&child, "INT");
+    let output = child.wait_with_output().unwrap();
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.code() == Some(1) && error.contains("\nerror: interrupted"), "{error}");
+    assert!(!world.path("made/a/diagnosis.json").exists() && !world.path("made/b").exists(), "others are not begun");
+    let output = world.run(&suite);
+    let progress = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success(), "{progress}");
+    assert_eq!(progress.matches("1/7 metric: ").count(), 1, "a's settings are measured again: {progress}");
+    assert!(["a", "b"].iter().all(|name| world.path(&format!("made/{name}/diagnosis.json")).exists()));
 }
 
 #[test]

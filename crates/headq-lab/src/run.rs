@@ -189,7 +189,8 @@ impl RunConfig {
         let text = std::fs::read_to_string(path).map_err(LabError::io(path))?;
         let fail = |reason: String| LabError::Config { path: path.to_owned(), reason };
         let mut config: RunConfig = toml::from_str(&text).map_err(|e| {
-            let line = e.span().map_or(String::new(), |s| format!("line {}: ", text[..s.start].lines().count().max(1)));
+            let line =
+                e.span().map_or(String::new(), |s| format!("line {}: ", 1 + text[..s.start].matches('\n').count()));
             fail(format!("{line}{}", e.message().replace('\n', " ")))
         })?;
         let plain = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);

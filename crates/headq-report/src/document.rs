@@ -179,6 +179,18 @@ pub struct Source {
     pub report: String,
 }
 
+impl Source {
+    /// What was done by which command: measuring and drawing, or both by one.
+    pub fn commands(&self) -> Vec<(&'static str, &str)> {
+        let drawn = self.report.as_str();
+        match self.command.as_deref() {
+            None => vec![("Drawn", drawn)],
+            Some(measured) if measured == drawn => vec![("Measured and drawn", drawn)],
+            Some(measured) => vec![("Measured", measured), ("Drawn", drawn)],
+        }
+    }
+}
+
 /// One plot of a figure.
 pub struct Panel {
     /// Title, where a figure has several.

@@ -190,8 +190,7 @@ impl Page {
                     }
                     p.source {
                         (figure.source.measured)
-                        @if let Some(command) = &figure.source.command { " Measured by " (code(command)) "." }
-                        " Drawn by " (code(&figure.source.report)) "."
+                        @for (done, command) in figure.source.commands() { " " (done) " by " (code(command)) "." }
                     }
                 }
                 @for table in &figure.data {

@@ -89,10 +89,9 @@ impl Writer {
         self.block(&caption);
         let source = &figure.source;
         let mut provenance = text(&source.measured);
-        if let Some(command) = &source.command {
-            write!(provenance, " Measured by {}.", code(command)).expect("a string takes any text");
+        for (done, command) in source.commands() {
+            write!(provenance, " {done} by {}.", code(command)).expect("a string takes any text");
         }
-        write!(provenance, " Drawn by {}.", code(&source.report)).expect("a string takes any text");
         self.block(&provenance);
         for table in &figure.data {
             self.block(&text(&table.caption));

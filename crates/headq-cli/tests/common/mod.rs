@@ -6,6 +6,7 @@ use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::process::Output;
 
+use headq_lab::diagnose::data::Diagnosis;
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Map, Value, json};
@@ -58,8 +59,13 @@ pub fn tokenizer(words: usize) -> Value {
     })
 }
 
+/// A file or folder of the repository.
+pub fn repository(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(name)
+}
+
 fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../headq-models/tests/fixtures/tiny").join(name)
+    repository("crates/headq-models/tests/fixtures/tiny").join(name)
 }
 
 /// A temporary folder with `model/`, `text.txt` and `other.txt`.
@@ -71,6 +77,60 @@ impl World {
         world.add_model("model", model);
         world.write("text.txt", text(2400, 1));
         world.write("other.txt", text(2400, 2));
+        world
+    }
+
+    /// The trained model that comes with the program: `text.txt` is its test text, `other.txt` its calibration text.
+    pub fn embedded() -> Self {
+        let world = Self(tempfile::tempdir().unwrap());
+        std::fs::create_dir(world.path("model")).unwrap();
+        for (from, to) in [
+            ("config.json", "model/config.json"),
+            ("model.safetensors", "model/model.safetensors"),
+            ("tokenizer.json", "model/tokenizer.json"),
+            ("test.txt", "text.txt"),
+            ("calibration.txt", "other.txt"),
+        ] {
+            std::fs::copy(repository("checkpoints/headq-embedded").join(from), world.path(to)).unwrap();
+        }
+        world
+    }
+
+    /// Random weights with learned positions, so that heads may have any width.
+    pub fn of_heads(layers: usize, heads: usize, width: usize) -> Self {
+        let world = Self::new("gpt2");
+        let hidden = heads * width;
+        world.config(|c| {
+            for (key, value) in [("n_layer", layers), ("n_head", heads), ("n_embd", hidden), ("n_inner", 2 * hidden)] {
+                c.insert(key.into(), value.into());
+            }
+        });
+        let mut tensors = BTreeMap::new();
+        let mut state = 1u64;
+        let mut add = |name: String, shape: &[usize]| {
+            let value = |_| {
+                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                (state >> 40) as f32 / (1 << 23) as f32 - 1.0
+            };
+            let values = (0..shape.iter().product()).map(value);
+            tensors.insert(name, (Dtype::F32, shape.to_vec(), values.flat_map(f32::to_le_bytes).collect()));
+        };
+        add("wte.weight".into(), &[512, hidden]);
+        add("wpe.weight".into(), &[256, hidden]);
+        let mut linear = |name: String, shape: &[usize]| {
+            add(format!("{name}.weight"), shape);
+            add(format!("{name}.bias"), &shape[shape.len() - 1..]);
+        };
+        for layer in 0..layers {
+            linear(format!("h.{layer}.ln_1"), &[hidden]);
+            linear(format!("h.{layer}.attn.c_attn"), &[hidden, 3 * hidden]);
+            linear(format!("h.{layer}.attn.c_proj"), &[hidden, hidden]);
+            linear(format!("h.{layer}.ln_2"), &[hidden]);
+            linear(format!("h.{layer}.mlp.c_fc"), &[hidden, 2 * hidden]);
+            linear(format!("h.{layer}.mlp.c_proj"), &[2 * hidden, hidden]);
+        }
+        linear("ln_f".into(), &[hidden]);
+        world.write_tensors("model/model.safetensors", &tensors, None);
         world
     }
 
@@ -160,6 +220,13 @@ impl World {
         self.prints(&[&["eval", "model", "--text", "text.txt", "--context", "32", "--windows", "3"], args].concat())
     }
 
+    /// `headq diagnose model --text text.txt --out made` with more arguments.
+    #[track_caller]
+    pub fn diagnose(&self, args: &[&str]) -> Diagnosis {
+        let printed = self.succeeds(&[&DIAGNOSE, args, &["--json"]].concat());
+        serde_json::from_str(&printed).unwrap_or_else(|e| panic!("{e}: {printed}"))
+    }
+
     /// Statistics of [`BASE`] in `stats.safetensors`.
     #[track_caller]
     pub fn calibrated(self) -> Self {
@@ -192,6 +259,13 @@ impl World {
         names
     }
 }
+
+/// Fills the folder `made`.
+pub const DIAGNOSE: [&str; 6] = ["diagnose", "model", "--text", "text.txt", "--out", "made"];
+
+/// A diagnosis of models whose weights are random: small windows, few replicates.
+pub const SMALL: [&str; 8] =
+    ["--context", "64", "--windows", "4", "--base", "kivi-2(g=8,r=4)", "--threshold", "replicates=100"];
 
 /// Makes `stats.safetensors`.
 pub const CALIBRATE: &str =

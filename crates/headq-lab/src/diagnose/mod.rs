@@ -24,7 +24,7 @@ pub mod thresholds;
 
 use std::path::Path;
 
-use headq::scheme::{BaseScheme, Scheme};
+use headq::scheme::{BaseScheme, Family, Scheme};
 use headq_models::{LoadOptions, LoadedModel, load};
 
 use self::chain::Chain;
@@ -86,12 +86,13 @@ impl Texts {
         }
         if let Some(c) = &config.calibrate {
             let options = WindowOptions { max_chars: c.max_chars, context: c.context, windows: c.windows, ..own };
-            return Ok(Self {
+            let texts = Self {
                 measured: windows(&diagnose.text, &tokenizer, &own)?,
                 calibration: windows(&c.text, &tokenizer, &options)?,
                 calibration_context: c.context,
                 first_calibration_window: 0,
-            });
+            };
+            return texts.apart();
         }
         let (w, c) = (diagnose.windows, diagnose.calibration_windows);
         if c == 0 {
@@ -99,8 +100,8 @@ impl Texts {
                 "calibration windows 0: bases, means and scales come from at least one window that is not measured";
             return Err(LabError::Usage(reason.into()));
         }
-        let both =
-            windows(&diagnose.text, &tokenizer, &WindowOptions { windows: w + c, ..own }).map_err(|e| match e {
+        let both = windows(&diagnose.text, &tokenizer, &WindowOptions { windows: w.saturating_add(c), ..own })
+            .map_err(|e| match e {
                 LabError::Text { path, reason } => LabError::Text {
                     path,
                     reason: format!(
@@ -113,6 +114,20 @@ impl Texts {
         Ok(Self { measured, calibration, calibration_context: diagnose.context, first_calibration_window: w })
     }
 
+    /// Fails where a text is measured and calibrated on.
+    fn apart(self) -> Result<Self, LabError> {
+        let calibrated = |t: &&Windows| self.calibration.iter().any(|c| c.text.sha256 == t.text.sha256);
+        match self.measured.iter().find(calibrated) {
+            None => Ok(self),
+            Some(t) => Err(LabError::Text {
+                path: t.text.path.clone(),
+                reason: "is measured, and so is no text to calibrate on; give another, or none to calibrate on later \
+                         windows of this one"
+                    .into(),
+            }),
+        }
+    }
+
     fn calibration_windows(&self) -> usize {
         self.calibration.first().map_or(0, |t| t.windows.len())
     }
@@ -120,7 +135,7 @@ impl Texts {
 
 /// Fails where the base quantizer codes nothing, or the correction does not fit the heads.
 fn check(plan: &Plan, diagnose: &DiagnoseConfig, texts: &Texts) -> Result<(), LabError> {
-    for scheme in [plan.uncorrected(), plan.flipped()] {
+    for scheme in [plan.uncorrected(), plan.corrected(Family::QueryPca)] {
         scheme.check(plan.head_dim)?;
     }
     let least = plan.least_context() + 1;

@@ -15,7 +15,7 @@ const ROUNDING: f64 = 1e-9;
 /// Link 2: all pairs of settings on one head whose code bits differ by no more than the tolerance.
 ///
 /// Those with the lower storage MSE but the higher KL and output error, all strictly, are counterexamples. The interval
-/// of their share resamples whole heads; on a single head there is none.
+/// of their share resamples whole heads; on fewer than min-units there is none.
 ///
 /// # Panics
 /// If a point's setting is not among the settings.
@@ -103,8 +103,8 @@ fn judge_counterexamples(
     let found = format!("Of {} of equal budget {count} are counterexamples", counted(pairs, "pair"));
     let Some(share) = share else {
         return inconclusive(
-            format!("{found}, all on one head, which gives no interval."),
-            "A model with at least two KV heads over all layers.",
+            format!("{found}, on {}, too few for an interval.", counted(heads, "head")),
+            format!("At least {} KV heads over all layers (min-units).", thresholds.min_units),
         );
     };
     let verdict = decide(share.low >= least, share.high < least);

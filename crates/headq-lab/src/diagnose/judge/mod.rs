@@ -181,17 +181,18 @@ impl Reference {
                 format!("A dense loss below {} nats per token (max-dense-loss).", show(limit)),
             ));
         }
+        let (windows, least) = (self.windows(), thresholds.min_units);
         let Some(damage) = damage else {
-            return Some(inconclusive(
-                format!(
-                    "{} no interval.",
-                    match self.dense.window_nll.len() {
-                        0 | 1 => "Fewer than two windows give",
-                        _ => "Losses that are not finite or not of the same windows give",
-                    }
+            return Some(match windows < least {
+                true => inconclusive(
+                    format!("Losses of {} give no interval.", counted(windows, "window")),
+                    format!("At least {least} windows (min-units)."),
                 ),
-                "Finite losses of at least two windows.",
-            ));
+                false => inconclusive(
+                    "Losses that are not finite or not of the same windows give no interval.",
+                    "Finite losses of the same windows.",
+                ),
+            });
         };
         if self.windows_alike() {
             return Some(inconclusive(
