@@ -132,6 +132,29 @@ fn every_row_is_what_eval_finds() {
 }
 
 #[test]
+fn a_learned_basis_is_a_basis_like_any_other() {
+    let world = world();
+    make_basis(&world, "score-optimal", "4", "kv-head", "optimal");
+    let (tensors, header) = world.artifact("optimal");
+    let mut header: Value = serde_json::from_str(&header).unwrap();
+    header["basis"]["family"] = json!("learned");
+    header["basis"]["loss"] = json!("kl");
+    world.write_tensors("learned", &tensors, Some(&header.to_string()));
+    let found = compare(&world, &["--scheme", SCHEME, "--basis", "learned", "--basis", "optimal"]);
+    let [learned, optimal] = [0, 1].map(|i| &found["bases"][i]);
+    assert_eq!(
+        [&learned["family"], &learned["loss"], &optimal["loss"]],
+        [&json!("learned"), &json!("kl"), &Value::Null]
+    );
+    assert_eq!(learned["result"]["canonical"], "kivi-2(g=8,r=4)+learned(rank=4,bits=4)");
+    assert_eq!([&learned["heads"], &learned["window_nll"]], [&optimal["heads"], &optimal["window_nll"]]);
+    assert!(number(&found["angles"][0]["encoder"]["largest"]) < 1e-10);
+    // What it was trained against is the base quantizer, too.
+    let other = "kivi-3(g=8,r=4)+learned(rank=4,bits=4)";
+    fails(&world, &[&TEXT[..], &["--scheme", other, "--basis", "learned"]].concat(), 1, &["learned", "needs its own"]);
+}
+
+#[test]
 fn differences_and_ratios_are_those_of_the_tables() {
     let world = world();
     make_basis(&world, "query-pca", "4", "kv-head", "pca");
@@ -239,8 +262,6 @@ fn the_example_of_the_help_text_runs_and_random_is_worst() {
     world.succeeds(&[&calibrate[..], &["--out", "stats.safetensors"]].concat());
     make_basis(&world, "query-pca", "4", "kv-head", "basis.safetensors");
     let found = world.prints(&words[1..]);
-    let base = &found["base"]["result"]["kl"];
-    assert!(base.is_null(), "rows of schemes are not nested");
     let [pca, optimal, random] = [0, 1, 2].map(|i| &found["bases"][i]);
     for basis in [pca, optimal] {
         for field in ["ppl", "kl", "fisher", "output_error"] {
@@ -445,7 +466,7 @@ fn configurations_that_cannot_be_compared() {
             2,
             "no [calibrate]",
         ),
-        (whole.clone() + "\n[diagnose]\ntext = \"text.txt\"\n", 1, "has [diagnose] and [compare]"),
+        (whole.clone() + "\n[diagnose]\ntext = \"text.txt\"\n", 1, "has both [diagnose] and [compare]"),
     ];
     for (text, status, needle) in cases {
         world.write("run.toml", text);

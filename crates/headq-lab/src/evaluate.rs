@@ -400,6 +400,17 @@ impl Request<'_> {
         self.texts.iter().flat_map(|t| t.windows.iter().map(Vec::as_slice)).collect()
     }
 
+    /// Mean nll of each window, nats per token, from the losses of all scored tokens in order.
+    pub(crate) fn by_window(&self, nll: &[f64]) -> Vec<f64> {
+        let mut rest = nll;
+        let mut mean = |scored: usize| {
+            let (own, others) = rest.split_at(scored);
+            rest = others;
+            own.iter().sum::<f64>() / scored as f64
+        };
+        self.windows().iter().map(|w| mean(w.len() - 1)).collect()
+    }
+
     /// Token losses of one window under any attention.
     fn losses(
         &self,

@@ -241,11 +241,11 @@ impl RunConfig {
         ];
         let found: Vec<&str> = sections.iter().filter(|(_, found)| *found).map(|(name, _)| *name).collect();
         match found[..] {
-            [] => return Err("expected a section [eval], [diagnose] or [compare], found none".into()),
+            [] => return Err("expected a section [compare], [eval] or [diagnose], found neither".into()),
             [_] => {}
             _ => {
                 let found = found.join(" and ");
-                return Err(format!("has {found}; make each a configuration and a run of its own"));
+                return Err(format!("has both {found}; make each a configuration with a run of its own"));
             }
         }
         if self.eval.as_ref().is_some_and(|eval| eval.schemes.is_empty()) {

@@ -133,20 +133,9 @@ impl Pass<'_> {
                 }
             };
             let result = self.request.result(planned, &nll, &dense_nll, Some(&errors.total()), None);
-            rows.push(Row { result, window_nll: self.by_window(&nll), errors });
+            rows.push(Row { result, window_nll: self.request.by_window(&nll), errors });
         }
         Ok(rows)
-    }
-
-    /// Mean nll of each window, nats per token.
-    fn by_window(&self, nll: &[f64]) -> Vec<f64> {
-        let mut rest = nll;
-        let mut mean = |scored: usize| {
-            let (own, others) = rest.split_at(scored);
-            rest = others;
-            own.iter().sum::<f64>() / scored as f64
-        };
-        self.request.windows().iter().map(|w| mean(w.len() - 1)).collect()
     }
 
     /// Captured shares of every basis by head, from moments of the measured windows.

@@ -13,30 +13,41 @@ struct Row<'a> {
     basis: Option<&'a ComparedBasis>,
 }
 
-/// A column: its title, what it shows, and whether it is shown on a terminal too.
-type Column = (&'static str, fn(&Row) -> String, bool);
+/// Where a column is shown.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Shown {
+    /// Everywhere.
+    Always,
+    /// Where there is little room: on a terminal.
+    Narrow,
+    /// Where there is room: in Markdown.
+    Wide,
+}
+
+/// A column: its title, what it shows, and where.
+type Column = (&'static str, fn(&Row) -> String, Shown);
 
 const COLUMNS: &[Column] = &[
-    ("basis", |r| r.name.clone(), true),
-    ("rank", |r| r.basis.map_or(NONE.into(), |b| b.rank.to_string()), true),
-    ("scope", |r| r.basis.map_or(NONE.into(), |b| b.scope.clone()), false),
-    ("key bits", |r| format!("{:.4}", r.result.key_bits), true),
-    ("cache bits", |r| format!("{:.3}", r.result.cache_bits), true),
-    ("ppl", |r| format!("{:.3}", r.result.ppl), true),
-    ("excess removed", |r| r.result.excess_removed.map_or(NONE.into(), percent), false),
-    ("Δnll to base", |r| basis(r, |b| difference(&b.to_base.nll)), false),
-    ("Δnll to first", |r| basis(r, |b| difference(&b.to_first.nll)), true),
-    ("KL", |r| number(r.result.kl), true),
-    ("KL ratio", |r| basis(r, |b| ratio(&b.to_first.kl.of_means)), true),
-    ("KL ratio by head", |r| basis(r, |b| ratio(&b.to_first.kl.by_head)), false),
-    ("Fisher", |r| number(r.result.fisher), false),
-    ("Fisher ratio", |r| basis(r, |b| ratio(&b.to_first.fisher.of_means)), false),
-    ("captured", |r| basis(r, |b| share(&b.captured, false)), true),
-    ("captured interval", |r| basis(r, |b| share(&b.captured, true)), false),
-    ("output error", |r| number(r.result.output_error), true),
-    ("output error ratio", |r| basis(r, |b| ratio(&b.to_first.output_error.of_means)), false),
-    ("key MSE", |r| number(r.result.key_mse_corrected), false),
-    ("key MSE ratio", |r| basis(r, |b| ratio(&b.to_first.key_mse.of_means)), false),
+    ("basis", |r| r.name.clone(), Shown::Always),
+    ("rank", |r| r.basis.map_or(NONE.into(), |b| b.rank.to_string()), Shown::Always),
+    ("scope", |r| r.basis.map_or(NONE.into(), |b| b.scope.clone()), Shown::Wide),
+    ("key bits", |r| format!("{:.4}", r.result.key_bits), Shown::Always),
+    ("cache bits", |r| format!("{:.3}", r.result.cache_bits), Shown::Always),
+    ("ppl", |r| format!("{:.3}", r.result.ppl), Shown::Always),
+    ("excess removed", |r| r.result.excess_removed.map_or(NONE.into(), percent), Shown::Wide),
+    ("Δnll to base", |r| basis(r, |b| difference(&b.to_base.nll)), Shown::Wide),
+    ("Δnll to first", |r| basis(r, |b| difference(&b.to_first.nll)), Shown::Always),
+    ("KL", |r| number(r.result.kl), Shown::Always),
+    ("KL ratio", |r| basis(r, |b| ratio(&b.to_first.kl.of_means)), Shown::Always),
+    ("KL ratio by head", |r| basis(r, |b| ratio(&b.to_first.kl.by_head)), Shown::Wide),
+    ("Fisher", |r| number(r.result.fisher), Shown::Wide),
+    ("Fisher ratio", |r| basis(r, |b| ratio(&b.to_first.fisher.of_means)), Shown::Wide),
+    ("captured", |r| basis(r, |b| b.captured.estimate.map_or(NONE.into(), percent)), Shown::Narrow),
+    ("captured", |r| basis(r, |b| bounded(&b.captured, percent)), Shown::Wide),
+    ("output error", |r| number(r.result.output_error), Shown::Always),
+    ("output error ratio", |r| basis(r, |b| ratio(&b.to_first.output_error.of_means)), Shown::Wide),
+    ("key MSE", |r| number(r.result.key_mse_corrected), Shown::Wide),
+    ("key MSE ratio", |r| basis(r, |b| ratio(&b.to_first.key_mse.of_means)), Shown::Wide),
 ];
 
 const NONE: &str = "–";
@@ -67,13 +78,6 @@ fn ratio(e: &Estimate) -> String {
     bounded(e, |v| format!("{v:.3}"))
 }
 
-fn share(e: &Estimate, interval: bool) -> String {
-    match interval {
-        true => bounded(e, percent),
-        false => e.estimate.map_or(NONE.into(), percent),
-    }
-}
-
 /// How a basis is called in tables: its family, and its file where it has one.
 pub fn label(basis: &ComparedBasis) -> String {
     let file = (!basis.derived).then_some(basis.name.as_str());
@@ -90,7 +94,8 @@ pub fn results(comparison: &Comparison, all: bool) -> String {
     let bases = c.bases.iter().map(|b| Row { name: label(b), result: &b.result, basis: Some(b) });
     let own = |name: &str, result| Row { name: name.into(), result, basis: None };
     let rows: Vec<Row> = [own("dense", &c.dense), own("no correction", &c.base)].into_iter().chain(bases).collect();
-    let shown: Vec<&Column> = COLUMNS.iter().filter(|(.., terminal)| all || *terminal).collect();
+    let left_out = if all { Shown::Narrow } else { Shown::Wide };
+    let shown: Vec<&Column> = COLUMNS.iter().filter(|(.., shown)| *shown != left_out).collect();
     let header: Vec<&str> = shown.iter().map(|(title, ..)| *title).collect();
     grid(&header, rows.iter().map(|row| shown.iter().map(|(_, show, _)| show(row)).collect()), 1)
 }
@@ -181,7 +186,7 @@ mod tests {
         let e = Estimate { estimate: Some(0.5), low: Some(0.25), high: Some(0.75) };
         assert_eq!(ratio(&e), "0.500 [0.250, 0.750]");
         assert_eq!(difference(&e), "+0.5000 [+0.2500, +0.7500]");
-        assert_eq!((share(&e, false), share(&e, true)), ("50.0 %".into(), "50.0 % [25.0 %, 75.0 %]".into()));
+        assert_eq!(bounded(&e, percent), "50.0 % [25.0 %, 75.0 %]");
         let alone = Estimate { low: None, ..e };
         assert_eq!((ratio(&alone), ratio(&Estimate::default())), ("0.500".into(), "–".into()));
         assert_eq!(difference(&Estimate { estimate: Some(0.0), low: None, high: None }), "0");
