@@ -47,6 +47,7 @@ pub enum Command {
     Calibrate(Calibrate),
     Basis(Basis),
     Eval(Eval),
+    Compare(Compare),
     Diagnose(Diagnose),
     Report(Report),
     Run(Run),
@@ -214,6 +215,55 @@ pub struct Eval {
     pub out: Option<PathBuf>,
 }
 
+/// Compare bases in one scheme: perplexity, attention error, captured share, angles, bits.
+///
+/// Puts each basis in the place of the scheme's side family, on text that neither calibration nor
+/// training saw. The scheme names the base quantizer, the values, and bits, scales and sign of
+/// the side code; a basis file brings its own family, rank and scope, and a --family is derived
+/// from --stats at the scheme's rank and scope. A basis made from residuals (score-optimal,
+/// residual-pca, learned) must be of the scheme's base quantizer. The dense model and the scheme
+/// without its side code ("no correction") are always run.
+///
+/// Each basis is compared with the first (files in order, then families) and, in the JSON, with
+/// no correction: difference of the loss with a bootstrap interval over windows; ratios of
+/// attention KL, Fisher error, output error and key MSE with bootstrap intervals over layers and
+/// KV heads. "captured" is the share of the squared score error on this text that the basis
+/// removes before side quantization. Principal angles say how far apart the subspaces of every
+/// two bases are, per layer and head; the JSON has all of them.
+///
+/// Where the text, or the beginning of its file, is one that an artifact was made from, a warning
+/// says so and the result is marked "seen".
+///
+/// Example:
+///
+///   headq compare checkpoints/headq-embedded \
+///     --text checkpoints/headq-embedded/test.txt --context 256 --windows 8 \
+///     --scheme 'kivi-2(g=32,r=32)+query-pca(rank=4,bits=4)' \
+///     --basis basis.safetensors --stats stats.safetensors --family score-optimal --family random
+#[derive(Debug, Args)]
+#[command(verbatim_doc_comment)]
+pub struct Compare {
+    /// Model folder or .gguf file.
+    pub model: PathBuf,
+    #[command(flatten)]
+    pub text: TextArgs,
+    /// Scheme with a side code, whose family is each basis in turn.
+    #[arg(long, value_name = "S")]
+    pub scheme: String,
+    /// Basis artifact, from `headq basis` or training; repeat for several.
+    #[arg(long, value_name = "BASIS")]
+    pub basis: Vec<PathBuf>,
+    /// Family to derive from --stats; repeat for several. `headq basis --help` lists them.
+    #[arg(long)]
+    pub family: Vec<String>,
+    /// Statistics artifact for families, and for means and scales of a static base quantizer.
+    #[arg(long, value_name = "STATS")]
+    pub stats: Option<PathBuf>,
+    /// Also write the comparison as JSON to this file.
+    #[arg(long, value_name = "FILE")]
+    pub out: Option<PathBuf>,
+}
+
 /// Test the evidence chain: does the method hold on this model?
 ///
 /// Seven links, each a claim that can fail, each with its numbers, its verdict (supported, not
@@ -311,8 +361,9 @@ pub struct Report {
 /// Do all of it from a configuration: calibrate, derive bases, evaluate, report.
 ///
 /// With a section [eval] it writes artifacts, report.json, report.html and report.md to
-/// runs/NAME (or --out); with [diagnose], what `headq diagnose` writes. Interrupt it at will: started again, it goes
-/// on from what is there. Paths in the configuration are relative to it;
+/// runs/NAME (or --out); with [diagnose], what `headq diagnose` writes; with [compare], what
+/// `headq compare` finds, as comparison.json and comparison.md. Interrupt it at will: started
+/// again, it goes on from what is there. Paths in the configuration are relative to it;
 /// ${NAME} stands for an environment variable, and a path that begins with one is relative to
 /// the current folder.
 ///

@@ -22,6 +22,7 @@ fn main() -> ExitCode {
         Command::Calibrate(args) => commands::calibrate::run(&context, args),
         Command::Basis(args) => commands::basis::run(&context, args),
         Command::Eval(args) => commands::eval::run(&context, args),
+        Command::Compare(args) => commands::compare::run(&context, args),
         Command::Diagnose(args) => commands::diagnose::run(&context, args),
         Command::Report(args) => commands::report::run(&context, args),
         Command::Run(args) => commands::run::run(&context, args),

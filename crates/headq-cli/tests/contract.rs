@@ -8,7 +8,7 @@ use predicates::prelude::*;
 use safetensors::tensor::Dtype;
 use serde_json::{Value, json};
 
-const COMMANDS: [&str; 7] = ["inspect", "calibrate", "basis", "eval", "diagnose", "run", "suite"];
+const COMMANDS: [&str; 8] = ["inspect", "calibrate", "basis", "eval", "compare", "diagnose", "run", "suite"];
 
 /// Takes an example from a help text apart as a shell would.
 fn shell_words(text: &str) -> Vec<String> {

@@ -145,7 +145,7 @@ pub enum Output {
     Statistics,
     /// A basis.
     Basis,
-    /// The JSON of an evaluation.
+    /// The JSON of an evaluation or a comparison.
     Report,
 }
 

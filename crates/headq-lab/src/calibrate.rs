@@ -121,7 +121,7 @@ pub fn calibrate(
 }
 
 /// One dense pass over the windows.
-fn accumulate(
+pub(crate) fn accumulate(
     what: &str,
     model: &LanguageModel,
     windows: &[&[u32]],

@@ -104,7 +104,7 @@ impl Sources {
     }
 
     /// Means and scales of the keys, which are the same whatever base quantizer was calibrated.
-    fn key_statistics(&self, scheme: &Scheme) -> Result<KeyStatistics, LabError> {
+    pub(crate) fn key_statistics(&self, scheme: &Scheme) -> Result<KeyStatistics, LabError> {
         let Some((path, artifact)) = self.stats.first() else {
             return Err(LabError::Usage(format!(
                 "scheme '{scheme}' needs means and scales of the keys: give --stats (from headq calibrate)"
@@ -163,7 +163,7 @@ impl Sources {
 }
 
 /// Whether a basis artifact is the one that a scheme's side code needs.
-fn artifact_agrees(
+pub(crate) fn artifact_agrees(
     artifact: &BasisArtifact,
     base: &BaseScheme,
     side: &SideScheme,
@@ -175,7 +175,7 @@ fn artifact_agrees(
 }
 
 /// Whether an artifact made with the base quantizer `made_with` serves side codes on `base`.
-fn same_base(side: &SideScheme, base: &BaseScheme, made_with: &str) -> Result<(), String> {
+pub(crate) fn same_base(side: &SideScheme, base: &BaseScheme, made_with: &str) -> Result<(), String> {
     if !side.family.uses_residual() {
         return Ok(());
     }
@@ -398,6 +398,17 @@ impl Request<'_> {
 
     pub(crate) fn windows(&self) -> Vec<&[u32]> {
         self.texts.iter().flat_map(|t| t.windows.iter().map(Vec::as_slice)).collect()
+    }
+
+    /// Mean nll of each window, nats per token, from the losses of all scored tokens in order.
+    pub(crate) fn by_window(&self, nll: &[f64]) -> Vec<f64> {
+        let mut rest = nll;
+        let mut mean = |scored: usize| {
+            let (own, others) = rest.split_at(scored);
+            rest = others;
+            own.iter().sum::<f64>() / scored as f64
+        };
+        self.windows().iter().map(|w| mean(w.len() - 1)).collect()
     }
 
     /// Token losses of one window under any attention.

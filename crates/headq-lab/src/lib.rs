@@ -2,6 +2,7 @@
 
 pub mod artifact;
 pub mod calibrate;
+pub mod compare;
 mod device;
 pub mod diagnose;
 mod error;

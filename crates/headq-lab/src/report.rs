@@ -32,7 +32,7 @@ const COLUMNS: &[Column] = &[
 /// Left out where no scheme codes values.
 const VALUE_BITS: &str = "value bits";
 
-fn number(value: Option<f64>) -> String {
+pub(crate) fn number(value: Option<f64>) -> String {
     match value {
         None => "–".into(),
         Some(0.0) => "0".into(),

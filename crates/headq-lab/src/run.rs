@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::artifact::{BasisArtifact, StatsArtifact, is_temporary, write_atomic};
 use crate::calibrate::check_base;
+use crate::compare::candidates::Asked;
 use crate::diagnose::thresholds::Thresholds;
 use crate::evaluate::{Evaluation, PartStore, PlannedScheme, Request, Sources};
 use crate::text::{WindowOptions, Windows, load_windows};
@@ -39,10 +40,12 @@ pub struct RunConfig {
     /// Text to calibrate on; needed where a scheme has a side code and no basis file covers it. A diagnosis without it calibrates on
     /// windows of its own text that it does not measure on.
     pub calibrate: Option<TextConfig>,
-    /// What to evaluate; this or `diagnose`.
+    /// What to evaluate; this, `diagnose` or `compare`.
     pub eval: Option<EvalConfig>,
     /// What to diagnose.
     pub diagnose: Option<DiagnoseConfig>,
+    /// Which bases to compare.
+    pub compare: Option<CompareConfig>,
 }
 
 /// The evidence chain on one text.
@@ -131,6 +134,28 @@ pub struct EvalConfig {
     pub basis: Vec<String>,
 }
 
+/// Bases to compare in one scheme.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CompareConfig {
+    /// One file, or a list.
+    pub text: OneOrMany,
+    /// Use only the first so many characters of each.
+    pub max_chars: Option<usize>,
+    /// Tokens in a window.
+    pub context: usize,
+    /// Windows of each text.
+    pub windows: usize,
+    /// Scheme in whose side code the bases take turns.
+    pub scheme: String,
+    /// Basis artifacts.
+    #[serde(default)]
+    pub basis: Vec<String>,
+    /// Families to derive from the statistics of `[calibrate]`, at the scheme's rank and scope.
+    #[serde(default)]
+    pub families: Vec<String>,
+}
+
 /// A string or a list of strings.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged, expecting = "expected a file name or a list of file names")]
@@ -175,19 +200,7 @@ impl RunConfig {
                 config.name
             )));
         }
-        match (&config.eval, &config.diagnose) {
-            (Some(eval), None) if eval.schemes.is_empty() => {
-                return Err(fail("eval.schemes is empty; list at least one scheme, e.g. \"kivi-2(g=32,r=32)\"".into()));
-            }
-            (None, None) => return Err(fail("expected a section [eval] or [diagnose], found neither".into())),
-            (Some(_), Some(_)) => {
-                return Err(fail(
-                    "has both [eval] and [diagnose]; make it two configurations, each with a run of its own".into(),
-                ));
-            }
-            (_, Some(diagnose)) => diagnose.check().map_err(fail)?,
-            _ => {}
-        }
+        config.check_sections().map_err(fail)?;
         let folder = path.parent().unwrap_or(Path::new("")).to_owned();
         let resolve = |value: &mut String| -> Result<(), LabError> {
             let expanded = expand(value, &|name| std::env::var(name).ok()).map_err(fail)?;
@@ -200,6 +213,7 @@ impl RunConfig {
         let texts = [
             config.eval.as_mut().map(|c| &mut c.text),
             config.diagnose.as_mut().map(|c| &mut c.text),
+            config.compare.as_mut().map(|c| &mut c.text),
             config.calibrate.as_mut().map(|c| &mut c.text),
         ];
         for texts in texts.into_iter().flatten() {
@@ -211,8 +225,34 @@ impl RunConfig {
                 OneOrMany::Many(many) => many.iter_mut().try_for_each(&resolve)?,
             }
         }
-        config.eval.iter_mut().flat_map(|eval| &mut eval.basis).try_for_each(resolve)?;
+        config.eval.iter_mut().flat_map(|eval| &mut eval.basis).try_for_each(&resolve)?;
+        config.compare.iter_mut().flat_map(|compare| &mut compare.basis).try_for_each(resolve)?;
         Ok(config)
+    }
+}
+
+impl RunConfig {
+    /// Checks that there is exactly one section that says what to do, and what can be checked of it without a model.
+    fn check_sections(&self) -> Result<(), String> {
+        let sections = [
+            ("[eval]", self.eval.is_some()),
+            ("[diagnose]", self.diagnose.is_some()),
+            ("[compare]", self.compare.is_some()),
+        ];
+        let found: Vec<&str> = sections.iter().filter(|(_, found)| *found).map(|(name, _)| *name).collect();
+        match found[..] {
+            [] => return Err("expected a section [compare], [eval] or [diagnose], found neither".into()),
+            [_] => {}
+            _ => {
+                let found = found.join(" and ");
+                return Err(format!("has both {found}; make each a configuration with a run of its own"));
+            }
+        }
+        if self.eval.as_ref().is_some_and(|eval| eval.schemes.is_empty()) {
+            return Err("eval.schemes is empty; list at least one scheme, e.g. \"kivi-2(g=32,r=32)\"".into());
+        }
+        self.diagnose.as_ref().map_or(Ok(()), DiagnoseConfig::check)?;
+        self.compare.as_ref().map_or(Ok(()), |compare| compare.asked().map(drop).map_err(|e| e.to_string()))
     }
 }
 
@@ -387,6 +427,16 @@ fn bases_to_calibrate(schemes: &[Scheme]) -> Vec<BaseScheme> {
     }
 }
 
+impl CompareConfig {
+    /// Checks everything that can be checked without a model.
+    ///
+    /// # Errors
+    /// As [`Asked::new`].
+    pub fn asked(&self) -> Result<Asked, LabError> {
+        Asked::new(&self.scheme, &self.basis, &self.families)
+    }
+}
+
 impl DiagnoseConfig {
     /// Checks everything that can be checked without a model.
     ///
@@ -480,7 +530,7 @@ pub fn run(
     Ok(evaluation)
 }
 
-fn file_sha256(path: &Path) -> Result<String, LabError> {
+pub(crate) fn file_sha256(path: &Path) -> Result<String, LabError> {
     use sha2::{Digest, Sha256};
     Ok(crate::text::hex(&Sha256::digest(std::fs::read(path).map_err(LabError::io(path))?)))
 }
@@ -536,7 +586,7 @@ fn planned_calibrations(
 
 /// Statistics of each base quantizer, from the folder or newly made.
 #[allow(clippy::too_many_arguments)]
-fn calibrated(
+pub(crate) fn calibrated(
     config: &RunConfig,
     bases: Vec<BaseScheme>,
     mut sources: Sources,
@@ -580,7 +630,12 @@ pub(crate) fn kept_statistics(
 }
 
 /// Leaves every derived basis in the folder, for use elsewhere.
-fn keep_bases(planned: &[PlannedScheme], sources: &Sources, folder: &Folder, seed: u64) -> Result<(), LabError> {
+pub(crate) fn keep_bases(
+    planned: &[PlannedScheme],
+    sources: &Sources,
+    folder: &Folder,
+    seed: u64,
+) -> Result<(), LabError> {
     for planned in planned {
         let (Some(side), Some(basis)) = (planned.scheme.side(), &planned.basis) else { continue };
         let Some(base) = planned.scheme.key.map(|k| k.base) else { continue };

@@ -152,6 +152,11 @@ impl Diagnostics {
     pub fn output_error(&self) -> Option<f64> {
         ratio(self.output_error, self.output_norm)
     }
+
+    /// Σ‖o‖² of dense attention, before W_o: what E7 is relative to, and so what a head weighs in the E7 of several.
+    pub fn output_norm(&self) -> f64 {
+        self.output_norm
+    }
 }
 
 fn ratio(sum: f64, count: f64) -> Option<f64> {

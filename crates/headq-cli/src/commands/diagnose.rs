@@ -46,6 +46,7 @@ fn config(context: &Context, args: &Diagnose) -> Result<RunConfig, LabError> {
         add_bos: args.add_bos,
         calibrate,
         eval: None,
+        compare: None,
         diagnose: Some(DiagnoseConfig {
             text: texts(&args.text),
             max_chars: args.max_chars,

@@ -2,6 +2,7 @@
 
 pub mod basis;
 pub mod calibrate;
+pub mod compare;
 pub mod diagnose;
 pub mod eval;
 pub mod inspect;

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use headq_lab::compare::data::Comparison;
 use headq_lab::diagnose::data::Diagnosis;
 use headq_lab::evaluate::Evaluation;
 use headq_lab::run::{RunConfig, RunOptions, run as run_config};
@@ -15,6 +16,7 @@ use crate::args::Run;
 pub enum Outcome {
     Evaluation(Box<Evaluation>),
     Diagnosis(Box<Diagnosis>),
+    Comparison(Box<Comparison>),
 }
 
 pub fn run(context: &Context, args: &Run) -> Result<(), LabError> {
@@ -37,6 +39,9 @@ pub fn run(context: &Context, args: &Run) -> Result<(), LabError> {
         Outcome::Diagnosis(diagnosis) => {
             context.print(|| super::json(&diagnosis), || super::diagnose::summary(&diagnosis, &out))
         }
+        Outcome::Comparison(comparison) => {
+            context.print(|| super::json(&comparison), || super::compare::summary_of_run(&comparison, &out))
+        }
     }
 }
 
@@ -52,8 +57,11 @@ pub fn load(context: &Context, path: &Path) -> Result<RunConfig, LabError> {
     Ok(config)
 }
 
-/// Carries out a configuration of either kind.
+/// Carries out a configuration of any kind.
 pub fn take(context: &Context, config: &RunConfig, options: &RunOptions) -> Result<Outcome, LabError> {
+    if config.compare.is_some() {
+        return Ok(Outcome::Comparison(Box::new(super::compare::take(context, config, options)?)));
+    }
     let outcome = match config.diagnose {
         Some(_) => Outcome::Diagnosis(Box::new(super::diagnose::take(context, config, options)?)),
         None => {

@@ -7,11 +7,13 @@ use headq_lab::run::{RunConfig, RunOptions};
 
 use super::Context;
 use super::diagnose::command_line;
+use super::run::Outcome;
 use crate::args::Suite;
 
 pub fn run(context: &Context, args: &Suite) -> Result<(), LabError> {
     let configs = load(context, args)?;
     let mut done: Vec<PathBuf> = Vec::new();
+    let mut reported: Vec<PathBuf> = Vec::new();
     let mut failed = Vec::new();
     for (i, (path, config)) in configs.iter().enumerate() {
         context.bars.note(&format!("{}/{}: {}", i + 1, configs.len(), config.name));
@@ -21,7 +23,13 @@ pub fn run(context: &Context, args: &Suite) -> Result<(), LabError> {
             command: format!("headq run {}", super::diagnose::quoted(&path.to_string_lossy())),
         };
         match super::run::take(context, config, &options) {
-            Ok(_) => done.push(options.out),
+            Ok(outcome) => {
+                // A comparison leaves its own Markdown.
+                if !matches!(outcome, Outcome::Comparison(_)) {
+                    reported.push(options.out.clone());
+                }
+                done.push(options.out);
+            }
             Err(LabError::Interrupted) => return Err(LabError::Interrupted),
             Err(error) => {
                 tracing::error!("{}: {error}", path.display());
@@ -29,17 +37,23 @@ pub fn run(context: &Context, args: &Suite) -> Result<(), LabError> {
             }
         }
     }
-    let report = args.out.join("report.html");
-    if !done.is_empty() {
-        super::report::write(&done, &report, &command_line())?;
+    let report = (!reported.is_empty()).then(|| args.out.join("report.html"));
+    if let Some(report) = &report {
+        super::report::write(&reported, report, &command_line())?;
     }
     if !failed.is_empty() {
         let (n, total) = (failed.len(), configs.len());
         return Err(LabError::Suite { failed: n, total, reasons: failed.join("; ") });
     }
     context.print(
-        || serde_json::json!({ "runs": done.iter().map(|d| d.to_string_lossy()).collect::<Vec<_>>(), "report": report.to_string_lossy() }),
-        || format!("{} runs\nreport: {}", done.len(), report.display()),
+        || {
+            let runs: Vec<_> = done.iter().map(|d| d.to_string_lossy()).collect();
+            serde_json::json!({ "runs": runs, "report": report.as_ref().map(|r| r.to_string_lossy()) })
+        },
+        || {
+            let report = report.as_ref().map_or(String::new(), |r| format!("\nreport: {}", r.display()));
+            format!("{} runs{report}", done.len())
+        },
     )
 }
 

@@ -319,18 +319,7 @@ impl Chain<'_> {
             LabError::Usage(format!("the errors of {} are gone from the run's folder; start again", planned.scheme))
         })?;
         let result = self.request.result(planned, &nll, dense, Some(&errors.total()), None);
-        Ok(Evaluated { measured: Measured { window_nll: self.by_window(&nll), result }, errors })
-    }
-
-    /// Mean nll of each window, nats per token.
-    fn by_window(&self, nll: &[f64]) -> Vec<f64> {
-        let mut rest = nll;
-        let mut mean = |scored: usize| {
-            let (own, others) = rest.split_at(scored);
-            rest = others;
-            own.iter().sum::<f64>() / scored as f64
-        };
-        self.request.windows().iter().map(|w| mean(w.len() - 1)).collect()
+        Ok(Evaluated { measured: Measured { window_nll: self.request.by_window(&nll), result }, errors })
     }
 
     fn reference(&self, evaluated: &mut Vec<Evaluated>) -> Reference {

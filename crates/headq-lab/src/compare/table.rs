@@ -1,0 +1,195 @@
+//! Tables of a comparison, for a terminal and as Markdown.
+
+use comfy_table::{CellAlignment, Table, presets};
+
+use super::data::{Angles, ComparedBasis, Comparison, Estimate, PairAngles};
+use crate::evaluate::SchemeResult;
+use crate::report::number;
+
+/// A row of the table of results: dense and base have no basis.
+struct Row<'a> {
+    name: String,
+    result: &'a SchemeResult,
+    basis: Option<&'a ComparedBasis>,
+}
+
+/// Where a column is shown.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Shown {
+    /// Everywhere.
+    Always,
+    /// Where there is little room: on a terminal.
+    Narrow,
+    /// Where there is room: in Markdown.
+    Wide,
+}
+
+/// A column: its title, what it shows, and where.
+type Column = (&'static str, fn(&Row) -> String, Shown);
+
+const COLUMNS: &[Column] = &[
+    ("basis", |r| r.name.clone(), Shown::Always),
+    ("rank", |r| r.basis.map_or(NONE.into(), |b| b.rank.to_string()), Shown::Always),
+    ("scope", |r| r.basis.map_or(NONE.into(), |b| b.scope.clone()), Shown::Wide),
+    ("key bits", |r| format!("{:.4}", r.result.key_bits), Shown::Always),
+    ("cache bits", |r| format!("{:.3}", r.result.cache_bits), Shown::Always),
+    ("ppl", |r| format!("{:.3}", r.result.ppl), Shown::Always),
+    ("excess removed", |r| r.result.excess_removed.map_or(NONE.into(), percent), Shown::Wide),
+    ("Δnll to base", |r| basis(r, |b| difference(&b.to_base.nll)), Shown::Wide),
+    ("Δnll to first", |r| basis(r, |b| difference(&b.to_first.nll)), Shown::Always),
+    ("KL", |r| number(r.result.kl), Shown::Always),
+    ("KL ratio", |r| basis(r, |b| ratio(&b.to_first.kl.of_means)), Shown::Always),
+    ("KL ratio by head", |r| basis(r, |b| ratio(&b.to_first.kl.by_head)), Shown::Wide),
+    ("Fisher", |r| number(r.result.fisher), Shown::Wide),
+    ("Fisher ratio", |r| basis(r, |b| ratio(&b.to_first.fisher.of_means)), Shown::Wide),
+    ("captured", |r| basis(r, |b| b.captured.estimate.map_or(NONE.into(), percent)), Shown::Narrow),
+    ("captured", |r| basis(r, |b| bounded(&b.captured, percent)), Shown::Wide),
+    ("output error", |r| number(r.result.output_error), Shown::Always),
+    ("output error ratio", |r| basis(r, |b| ratio(&b.to_first.output_error.of_means)), Shown::Wide),
+    ("key MSE", |r| number(r.result.key_mse_corrected), Shown::Wide),
+    ("key MSE ratio", |r| basis(r, |b| ratio(&b.to_first.key_mse.of_means)), Shown::Wide),
+];
+
+const NONE: &str = "–";
+
+fn basis(row: &Row, show: impl Fn(&ComparedBasis) -> String) -> String {
+    row.basis.map_or(NONE.into(), show)
+}
+
+fn percent(share: f64) -> String {
+    format!("{:.1} %", 100.0 * share)
+}
+
+/// An estimate and, where there is one, its interval.
+fn bounded(e: &Estimate, show: impl Fn(f64) -> String) -> String {
+    match (e.estimate, e.low, e.high) {
+        (None, ..) => NONE.into(),
+        (Some(value), Some(low), Some(high)) => format!("{} [{}, {}]", show(value), show(low), show(high)),
+        (Some(value), ..) => show(value),
+    }
+}
+
+fn difference(e: &Estimate) -> String {
+    // No difference has no sign.
+    bounded(e, |v| if v == 0.0 { "0".into() } else { format!("{v:+.4}") })
+}
+
+fn ratio(e: &Estimate) -> String {
+    bounded(e, |v| format!("{v:.3}"))
+}
+
+/// How a basis is called in tables: its family, and its file where it has one.
+pub fn label(basis: &ComparedBasis) -> String {
+    let file = (!basis.derived).then_some(basis.name.as_str());
+    let notes: Vec<&str> = file.into_iter().chain(basis.seen.then_some("seen")).collect();
+    match notes.is_empty() {
+        true => basis.family.clone(),
+        false => format!("{} ({})", basis.family, notes.join(", ")),
+    }
+}
+
+/// Results in Markdown, one row for dense, base and each basis; with `all` columns or those that fit a terminal.
+pub fn results(comparison: &Comparison, all: bool) -> String {
+    let c = comparison;
+    let bases = c.bases.iter().map(|b| Row { name: label(b), result: &b.result, basis: Some(b) });
+    let own = |name: &str, result| Row { name: name.into(), result, basis: None };
+    let rows: Vec<Row> = [own("dense", &c.dense), own("no correction", &c.base)].into_iter().chain(bases).collect();
+    let left_out = if all { Shown::Narrow } else { Shown::Wide };
+    let shown: Vec<&Column> = COLUMNS.iter().filter(|(.., shown)| *shown != left_out).collect();
+    let header: Vec<&str> = shown.iter().map(|(title, ..)| *title).collect();
+    grid(&header, rows.iter().map(|row| shown.iter().map(|(_, show, _)| show(row)).collect()), 1)
+}
+
+/// Principal angles in Markdown, one row for every two bases and matrix; `None` where there is but one basis.
+pub fn angles(comparison: &Comparison) -> Option<String> {
+    let name = |i: usize| label(&comparison.bases[i]);
+    let row = |pair: &PairAngles, span: &str, angles: &Angles| {
+        let median: Vec<String> = angles.median.iter().map(|a| degrees(*a)).collect();
+        let largest = angles.largest.map_or(NONE.into(), degrees);
+        vec![name(pair.first), name(pair.second), span.into(), pair.scope.clone(), median.join(" "), largest]
+    };
+    let rows = comparison.angles.iter().flat_map(|pair| {
+        let encoder = pair.encoder.as_ref().map(|angles| row(pair, "encoders", angles));
+        [Some(row(pair, "decoders", &pair.decoder)), encoder].into_iter().flatten()
+    });
+    let header = ["basis", "other", "span of", "heads", "median angles (°)", "largest (°)"];
+    (!comparison.angles.is_empty()).then(|| grid(&header, rows, 4))
+}
+
+fn degrees(angle: f64) -> String {
+    format!("{angle:.2}")
+}
+
+/// A table in Markdown, whose columns after the first `words` are numbers.
+fn grid(header: &[&str], rows: impl Iterator<Item = Vec<String>>, words: usize) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::ASCII_MARKDOWN);
+    table.set_header(header);
+    table.add_rows(rows);
+    for column in table.column_iter_mut().skip(words) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table.to_string()
+}
+
+/// What was compared, in a few lines.
+pub fn provenance(comparison: &Comparison) -> Vec<String> {
+    let c = comparison;
+    let bos = if c.add_bos { ", each begun with BOS" } else { "" };
+    let mut lines = vec![
+        format!("model: {} ({})", c.model, c.fingerprint),
+        format!("device: {}; seed {}; {}", c.device, c.seed, c.program),
+        format!("scheme: {}", c.scheme),
+        format!("{} tokens scored in windows of {}{bos}", c.tokens, c.context),
+    ];
+    for t in &c.texts {
+        let (path, sha256) = (t.path.display(), &t.sha256[..12]);
+        lines.push(format!("text: {path} ({} characters, {} tokens, sha256 {sha256})", t.chars, t.tokens));
+    }
+    for seen in &c.seen_by {
+        lines.push(format!("SEEN: text {} was seen by {}: this is no test on new text", seen.text, seen.artifact));
+    }
+    lines
+}
+
+/// The comparison as Markdown, with the command that makes it again where it is known.
+pub fn markdown(title: &str, comparison: &Comparison) -> String {
+    let c = comparison;
+    let mut text = format!("# {title}\n\n");
+    provenance(c).iter().for_each(|line| text += &format!("- {line}\n"));
+    text += &format!("\n{}\n", results(c, true));
+    if let Some(angles) = angles(c) {
+        text += &format!("\n## Principal angles\n\n{angles}\n");
+    }
+    let (b, first) = (c.bootstrap, c.bases.first().map_or(NONE.into(), label));
+    text += &format!(
+        "\nIn brackets: {} bootstrap intervals, {} replicates, over windows (nll) or heads (all else), both rows drawn together. Δnll: nats \
+         per token, paired. Ratios: of the mean errors over heads, to those of the first basis, {first}; by head: the geometric mean over \
+         heads. KL and Fisher: nats, attention of the dense pass. Captured: share of the squared score error on this text that the basis \
+         removes before side quantization, mean over heads. Key MSE: of base and side code together. Output error: relative, before the \
+         output projection. Principal angles: medians over heads, from the closest direction to the farthest.\n",
+        percent(b.confidence),
+        b.replicates
+    );
+    if let Some(command) = &c.command {
+        text += &format!("\nMade by:\n\n```sh\n{command}\n```\n");
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_shown_with_their_intervals() {
+        let e = Estimate { estimate: Some(0.5), low: Some(0.25), high: Some(0.75) };
+        assert_eq!(ratio(&e), "0.500 [0.250, 0.750]");
+        assert_eq!(difference(&e), "+0.5000 [+0.2500, +0.7500]");
+        assert_eq!(bounded(&e, percent), "50.0 % [25.0 %, 75.0 %]");
+        let alone = Estimate { low: None, ..e };
+        assert_eq!((ratio(&alone), ratio(&Estimate::default())), ("0.500".into(), "–".into()));
+        assert_eq!(difference(&Estimate { estimate: Some(0.0), low: None, high: None }), "0");
+        assert_eq!([degrees(3e-14), degrees(45.0)], ["0.00", "45.00"]);
+    }
+}
