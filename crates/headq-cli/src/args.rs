@@ -362,7 +362,7 @@ pub struct Report {
 ///
 /// With a section [eval] it writes artifacts, report.json, report.html and report.md to
 /// runs/NAME (or --out); with [diagnose], what `headq diagnose` writes; with [compare], what
-/// `headq compare` finds, as comparison.json and comparison.md. Interrupt it at will: started
+/// `headq compare` finds, as comparison.json and the same reports. Interrupt it at will: started
 /// again, it goes on from what is there. Paths in the configuration are relative to it;
 /// ${NAME} stands for an environment variable, and a path that begins with one is relative to
 /// the current folder.

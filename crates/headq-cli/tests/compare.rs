@@ -390,15 +390,18 @@ fn a_run_compares_and_goes_on_where_it_stopped() {
             "basis-random-rank4-kv-head-kivi-2_g8_r4.safetensors",
             "basis-score-optimal-rank4-kv-head-kivi-2_g8_r4.safetensors",
             "comparison.json",
-            "comparison.md",
             "parts",
+            "report.html",
+            "report.md",
             "run.json",
             "stats-kivi-2_g8_r4.safetensors"
         ]
     );
     assert_eq!(world.json("runs/pairs/comparison.json"), printed);
-    let markdown = String::from_utf8(world.read("runs/pairs/comparison.md")).unwrap();
-    for part in ["# pairs", "made.safetensors", "## Principal angles", "headq run run.toml", "other.txt"] {
+    let markdown = String::from_utf8(world.read("runs/pairs/report.md")).unwrap();
+    for part in
+        ["# pairs", "made.safetensors", "Principal angles between the subspaces", "headq run run.toml", "other.txt"]
+    {
         assert!(markdown.contains(part), "{part} is not in {markdown}");
     }
     // By hand, from the artifacts that the run left.
@@ -441,9 +444,8 @@ fn a_run_compares_and_goes_on_where_it_stopped() {
     // Another basis under the same name is another run.
     make_basis(&world, "random", "2", "kv-head", "made.safetensors");
     fails(&world, &["run", "run.toml"], 1, &["another basis file"]);
-    // A suite of comparisons has no joint report.
     let suite = world.prints(&["suite", "run.toml", "--out", "suite", "-q"]);
-    assert_eq!(suite, json!({"runs": ["suite/pairs"], "report": null}));
+    assert_eq!(suite, json!({"runs": ["suite/pairs"], "report": "suite/report.html"}));
 }
 
 #[test]

@@ -19,7 +19,7 @@ pub enum ReportError {
     NotAFolder(PathBuf),
     /// A folder without results.
     #[error(
-        "{}: holds neither diagnosis.json nor report.json; the run has not finished (start it again, it goes on), or this is \
+        "{}: holds no diagnosis.json, report.json or comparison.json; the run has not finished (start it again, it goes on), or this is \
          another folder",
         .0.display()
     )]

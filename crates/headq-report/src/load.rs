@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use headq_lab::compare::data::Comparison;
 use headq_lab::diagnose::data::Diagnosis;
 use headq_lab::evaluate::Evaluation;
 use serde::de::DeserializeOwned;
@@ -17,12 +18,14 @@ pub struct Run {
     pub diagnosis: Option<Diagnosis>,
     /// `report.json`.
     pub evaluation: Option<Evaluation>,
+    /// `comparison.json`.
+    pub comparison: Option<Comparison>,
 }
 
-/// Loads what the folder of a run holds: `diagnosis.json`, `report.json`, or both.
+/// Loads what the folder of a run holds: `diagnosis.json`, `report.json`, `comparison.json`, or several of them.
 ///
 /// # Errors
-/// If there is no such folder, it holds neither file, or one of them cannot be read.
+/// If there is no such folder, it holds none of these files, or one of them cannot be read.
 pub fn load(folder: &Path) -> Result<Run, ReportError> {
     if !folder.exists() {
         return Err(ReportError::NoFolder(folder.to_owned()));
@@ -32,14 +35,15 @@ pub fn load(folder: &Path) -> Result<Run, ReportError> {
     }
     let diagnosis: Option<Diagnosis> = read(&folder.join("diagnosis.json"), "a diagnosis")?;
     let evaluation: Option<Evaluation> = read(&folder.join("report.json"), "an evaluation")?;
-    if diagnosis.is_none() && evaluation.is_none() {
+    let comparison: Option<Comparison> = read(&folder.join("comparison.json"), "a comparison")?;
+    if diagnosis.is_none() && evaluation.is_none() && comparison.is_none() {
         return Err(ReportError::NoResults(folder.to_owned()));
     }
     let name = match &diagnosis {
         Some(diagnosis) => diagnosis.name.clone(),
         None => folder_name(folder),
     };
-    Ok(Run { name, diagnosis, evaluation })
+    Ok(Run { name, diagnosis, evaluation, comparison })
 }
 
 /// Last part of a folder's path, also where it is given as `.` or ends in `..`.

@@ -5,6 +5,7 @@
 mod common;
 
 use common::*;
+use headq_lab::compare::data::Comparison;
 use headq_lab::diagnose::data::{LINKS, Role};
 use headq_report::{Run, html, markdown};
 
@@ -20,8 +21,9 @@ fn documents() -> Vec<(String, Vec<Run>)> {
     let together = vec![
         ("usual".to_string(), vec![usual()]),
         ("evaluated".to_string(), vec![evaluated()]),
+        ("compared".to_string(), vec![compared()]),
         ("both".to_string(), vec![Run { evaluation: Some(evaluation(SMALL)), ..usual() }]),
-        ("mixed".to_string(), vec![usual(), evaluated(), diagnosed("usual", LARGE)]),
+        ("mixed".to_string(), vec![usual(), evaluated(), compared(), diagnosed("usual", LARGE)]),
         ("no runs".to_string(), vec![]),
         ("all".to_string(), extremes().into_iter().map(|(_, run)| run).collect()),
     ];
@@ -236,6 +238,28 @@ fn every_scheme_is_in_the_table_under_its_role() {
     let controls = between(section, "Controls</span></th>", "</tbody>")[0];
     let count = rows.iter().filter(|row| row.role == Role::Control).count();
     assert_eq!(controls.matches("scope=\"row\"").count(), count);
+}
+
+#[test]
+fn bases_stand_side_by_side_with_their_angles_and_what_they_had_seen() {
+    let page = html(&[compared()], COMMAND);
+    let section = between(&page, "id=\"comparison\"", "</section>")[0];
+    for part in [
+        "learned.safetensors",
+        "trained on kl",
+        "Not held out",
+        "texts/test.txt by learned.safetensors",
+        "57.0\u{a0}% [56.0\u{a0}%, 58.0\u{a0}%]",
+        "0.500 [0.490, 0.510]",
+        "7.5 · 41.2",
+        "89.5",
+        "encoders",
+        "headq run compared.toml",
+    ] {
+        assert!(section.contains(part), "{part} is not in {section}");
+    }
+    let held_out = Run { comparison: Some(Comparison { seen: false, ..comparison(SMALL) }), ..compared() };
+    assert!(!html(&[held_out], COMMAND).contains("Not held out"));
 }
 
 #[test]

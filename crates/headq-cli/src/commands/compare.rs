@@ -52,10 +52,10 @@ pub fn take(context: &Context, config: &RunConfig, options: &RunOptions) -> Resu
 pub fn summary(comparison: &Comparison) -> String {
     let provenance = table::provenance(comparison).join("\n");
     let angles = table::angles(comparison).map_or(String::new(), |angles| format!("\n\nprincipal angles\n{angles}"));
-    format!("{provenance}\n{}{angles}", table::results(comparison, false))
+    format!("{provenance}\n{}{angles}", table::results(comparison))
 }
 
 /// The same with where the run's files are.
 pub fn summary_of_run(comparison: &Comparison, out: &Path) -> String {
-    format!("{}\nreport: {}", summary(comparison), out.join("comparison.md").display())
+    format!("{}\nreport: {}", summary(comparison), out.join("report.html").display())
 }

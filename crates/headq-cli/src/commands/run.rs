@@ -59,12 +59,10 @@ pub fn load(context: &Context, path: &Path) -> Result<RunConfig, LabError> {
 
 /// Carries out a configuration of any kind.
 pub fn take(context: &Context, config: &RunConfig, options: &RunOptions) -> Result<Outcome, LabError> {
-    if config.compare.is_some() {
-        return Ok(Outcome::Comparison(Box::new(super::compare::take(context, config, options)?)));
-    }
-    let outcome = match config.diagnose {
-        Some(_) => Outcome::Diagnosis(Box::new(super::diagnose::take(context, config, options)?)),
-        None => {
+    let outcome = match (&config.diagnose, &config.compare) {
+        (Some(_), _) => Outcome::Diagnosis(Box::new(super::diagnose::take(context, config, options)?)),
+        (None, Some(_)) => Outcome::Comparison(Box::new(super::compare::take(context, config, options)?)),
+        (None, None) => {
             let announce =
                 |loaded: &LoadedModel, tokens: usize| context.say_memory(&loaded.description, tokens, usize::MAX);
             Outcome::Evaluation(Box::new(run_config(config, options, &context.bars, &announce)?))

@@ -7,13 +7,11 @@ use headq_lab::run::{RunConfig, RunOptions};
 
 use super::Context;
 use super::diagnose::command_line;
-use super::run::Outcome;
 use crate::args::Suite;
 
 pub fn run(context: &Context, args: &Suite) -> Result<(), LabError> {
     let configs = load(context, args)?;
     let mut done: Vec<PathBuf> = Vec::new();
-    let mut reported: Vec<PathBuf> = Vec::new();
     let mut failed = Vec::new();
     for (i, (path, config)) in configs.iter().enumerate() {
         context.bars.note(&format!("{}/{}: {}", i + 1, configs.len(), config.name));
@@ -23,13 +21,7 @@ pub fn run(context: &Context, args: &Suite) -> Result<(), LabError> {
             command: format!("headq run {}", super::diagnose::quoted(&path.to_string_lossy())),
         };
         match super::run::take(context, config, &options) {
-            Ok(outcome) => {
-                // A comparison leaves its own Markdown.
-                if !matches!(outcome, Outcome::Comparison(_)) {
-                    reported.push(options.out.clone());
-                }
-                done.push(options.out);
-            }
+            Ok(_) => done.push(options.out),
             Err(LabError::Interrupted) => return Err(LabError::Interrupted),
             Err(error) => {
                 tracing::error!("{}: {error}", path.display());
@@ -37,9 +29,9 @@ pub fn run(context: &Context, args: &Suite) -> Result<(), LabError> {
             }
         }
     }
-    let report = (!reported.is_empty()).then(|| args.out.join("report.html"));
+    let report = (!done.is_empty()).then(|| args.out.join("report.html"));
     if let Some(report) = &report {
-        super::report::write(&reported, report, &command_line())?;
+        super::report::write(&done, report, &command_line())?;
     }
     if !failed.is_empty() {
         let (n, total) = (failed.len(), configs.len());

@@ -33,7 +33,6 @@ use headq_models::{LoadOptions, LoadedModel, load};
 use self::candidates::{Asked, Candidate, Candidates};
 use self::data::{BootstrapInfo, ComparedBasis, Comparison, PairAngles, Seen};
 use self::paired::Measured;
-use crate::artifact::write_atomic;
 use crate::calibrate::{accumulate, check_base};
 use crate::diagnose::statistics::Bootstrap;
 use crate::diagnose::thresholds::Thresholds;
@@ -258,7 +257,7 @@ fn all_angles(candidates: &[Candidate]) -> Vec<PairAngles> {
 }
 
 /// Carries out a configuration with a section `[compare]`, or goes on with it: the statistics that families need, passes part by part,
-/// and at the end [`FILE`] and `comparison.md` in the run's folder.
+/// and at the end [`FILE`] in the run's folder.
 ///
 /// # Errors
 /// On any bad input, before the folder is touched; on interruption, with finished parts kept.
@@ -326,8 +325,6 @@ pub fn run(
     let mut comparison = compare(&request, &asked, &sources, observer, &folder)?;
     comparison.command = Some(options.command.clone());
     write_json(&folder.0.join(FILE), &comparison)?;
-    let markdown = table::markdown(&config.name, &comparison);
-    write_atomic(&folder.0.join("comparison.md"), markdown.as_bytes())?;
     Ok(comparison)
 }
 

@@ -1,4 +1,4 @@
-//! Tables of a comparison, for a terminal and as Markdown.
+//! What a terminal shows of a comparison.
 
 use comfy_table::{CellAlignment, Table, presets};
 
@@ -13,41 +13,20 @@ struct Row<'a> {
     basis: Option<&'a ComparedBasis>,
 }
 
-/// Where a column is shown.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Shown {
-    /// Everywhere.
-    Always,
-    /// Where there is little room: on a terminal.
-    Narrow,
-    /// Where there is room: in Markdown.
-    Wide,
-}
-
-/// A column: its title, what it shows, and where.
-type Column = (&'static str, fn(&Row) -> String, Shown);
+/// A column: its title and what it shows.
+type Column = (&'static str, fn(&Row) -> String);
 
 const COLUMNS: &[Column] = &[
-    ("basis", |r| r.name.clone(), Shown::Always),
-    ("rank", |r| r.basis.map_or(NONE.into(), |b| b.rank.to_string()), Shown::Always),
-    ("scope", |r| r.basis.map_or(NONE.into(), |b| b.scope.clone()), Shown::Wide),
-    ("key bits", |r| format!("{:.4}", r.result.key_bits), Shown::Always),
-    ("cache bits", |r| format!("{:.3}", r.result.cache_bits), Shown::Always),
-    ("ppl", |r| format!("{:.3}", r.result.ppl), Shown::Always),
-    ("excess removed", |r| r.result.excess_removed.map_or(NONE.into(), percent), Shown::Wide),
-    ("Δnll to base", |r| basis(r, |b| difference(&b.to_base.nll)), Shown::Wide),
-    ("Δnll to first", |r| basis(r, |b| difference(&b.to_first.nll)), Shown::Always),
-    ("KL", |r| number(r.result.kl), Shown::Always),
-    ("KL ratio", |r| basis(r, |b| ratio(&b.to_first.kl.of_means)), Shown::Always),
-    ("KL ratio by head", |r| basis(r, |b| ratio(&b.to_first.kl.by_head)), Shown::Wide),
-    ("Fisher", |r| number(r.result.fisher), Shown::Wide),
-    ("Fisher ratio", |r| basis(r, |b| ratio(&b.to_first.fisher.of_means)), Shown::Wide),
-    ("captured", |r| basis(r, |b| b.captured.estimate.map_or(NONE.into(), percent)), Shown::Narrow),
-    ("captured", |r| basis(r, |b| bounded(&b.captured, percent)), Shown::Wide),
-    ("output error", |r| number(r.result.output_error), Shown::Always),
-    ("output error ratio", |r| basis(r, |b| ratio(&b.to_first.output_error.of_means)), Shown::Wide),
-    ("key MSE", |r| number(r.result.key_mse_corrected), Shown::Wide),
-    ("key MSE ratio", |r| basis(r, |b| ratio(&b.to_first.key_mse.of_means)), Shown::Wide),
+    ("basis", |r| r.name.clone()),
+    ("rank", |r| r.basis.map_or(NONE.into(), |b| b.rank.to_string())),
+    ("key bits", |r| format!("{:.4}", r.result.key_bits)),
+    ("cache bits", |r| format!("{:.3}", r.result.cache_bits)),
+    ("ppl", |r| format!("{:.3}", r.result.ppl)),
+    ("Δnll to first", |r| basis(r, |b| difference(&b.to_first.nll))),
+    ("KL", |r| number(r.result.kl)),
+    ("KL ratio", |r| basis(r, |b| ratio(&b.to_first.kl.of_means))),
+    ("captured", |r| basis(r, |b| b.captured.estimate.map_or(NONE.into(), percent))),
+    ("output error", |r| number(r.result.output_error)),
 ];
 
 const NONE: &str = "–";
@@ -88,19 +67,17 @@ pub fn label(basis: &ComparedBasis) -> String {
     }
 }
 
-/// Results in Markdown, one row for dense, base and each basis; with `all` columns or those that fit a terminal.
-pub fn results(comparison: &Comparison, all: bool) -> String {
+/// Results, one row for dense, base and each basis.
+pub fn results(comparison: &Comparison) -> String {
     let c = comparison;
     let bases = c.bases.iter().map(|b| Row { name: label(b), result: &b.result, basis: Some(b) });
     let own = |name: &str, result| Row { name: name.into(), result, basis: None };
     let rows: Vec<Row> = [own("dense", &c.dense), own("no correction", &c.base)].into_iter().chain(bases).collect();
-    let left_out = if all { Shown::Narrow } else { Shown::Wide };
-    let shown: Vec<&Column> = COLUMNS.iter().filter(|(.., shown)| *shown != left_out).collect();
-    let header: Vec<&str> = shown.iter().map(|(title, ..)| *title).collect();
-    grid(&header, rows.iter().map(|row| shown.iter().map(|(_, show, _)| show(row)).collect()), 1)
+    let header: Vec<&str> = COLUMNS.iter().map(|(title, _)| *title).collect();
+    grid(&header, rows.iter().map(|row| COLUMNS.iter().map(|(_, show)| show(row)).collect()), 1)
 }
 
-/// Principal angles in Markdown, one row for every two bases and matrix; `None` where there is but one basis.
+/// Principal angles, one row for every two bases and matrix; `None` where there is but one basis.
 pub fn angles(comparison: &Comparison) -> Option<String> {
     let name = |i: usize| label(&comparison.bases[i]);
     let row = |pair: &PairAngles, span: &str, angles: &Angles| {
@@ -150,31 +127,6 @@ pub fn provenance(comparison: &Comparison) -> Vec<String> {
         lines.push(format!("SEEN: text {} was seen by {}: this is no test on new text", seen.text, seen.artifact));
     }
     lines
-}
-
-/// The comparison as Markdown, with the command that makes it again where it is known.
-pub fn markdown(title: &str, comparison: &Comparison) -> String {
-    let c = comparison;
-    let mut text = format!("# {title}\n\n");
-    provenance(c).iter().for_each(|line| text += &format!("- {line}\n"));
-    text += &format!("\n{}\n", results(c, true));
-    if let Some(angles) = angles(c) {
-        text += &format!("\n## Principal angles\n\n{angles}\n");
-    }
-    let (b, first) = (c.bootstrap, c.bases.first().map_or(NONE.into(), label));
-    text += &format!(
-        "\nIn brackets: {} bootstrap intervals, {} replicates, over windows (nll) or heads (all else), both rows drawn together. Δnll: nats \
-         per token, paired. Ratios: of the mean errors over heads, to those of the first basis, {first}; by head: the geometric mean over \
-         heads. KL and Fisher: nats, attention of the dense pass. Captured: share of the squared score error on this text that the basis \
-         removes before side quantization, mean over heads. Key MSE: of base and side code together. Output error: relative, before the \
-         output projection. Principal angles: medians over heads, from the closest direction to the farthest.\n",
-        percent(b.confidence),
-        b.replicates
-    );
-    if let Some(command) = &c.command {
-        text += &format!("\nMade by:\n\n```sh\n{command}\n```\n");
-    }
-    text
 }
 
 #[cfg(test)]

@@ -17,6 +17,8 @@ pub struct Headline<'a> {
     pub query_pca: Option<&'a SchemeResult>,
     /// Corrected in the `score-optimal` basis.
     pub score_optimal: Option<&'a SchemeResult>,
+    /// Corrected in a trained basis.
+    pub learned: Option<&'a SchemeResult>,
     /// Link 1, pooled over all settings.
     pub pooled: Option<&'a Correlation>,
     /// Link 2: count and pairs.
@@ -51,6 +53,7 @@ impl<'a> Headline<'a> {
             base: first(Role::Base),
             query_pca: family(Family::QueryPca),
             score_optimal: family(Family::ScoreOptimal),
+            learned: family(Family::Learned),
             pooled: diagnosis.and_then(|d| d.metric.as_ref()).and_then(|metric| metric.keys.first()),
             counterexamples: counterexamples.map(|c| (c.count, c.pairs)),
             counterexample_share: counterexamples.and_then(|c| c.share),
@@ -61,7 +64,7 @@ impl<'a> Headline<'a> {
 
     /// The correction that stands for the method: `query-pca` where it was taken.
     pub fn corrected(&self) -> Option<&'a SchemeResult> {
-        self.query_pca.or(self.score_optimal)
+        self.query_pca.or(self.score_optimal).or(self.learned)
     }
 }
 
@@ -82,6 +85,10 @@ fn results(run: &Run) -> Vec<(Role, &SchemeResult)> {
     }
     if let Some(evaluation) = &run.evaluation {
         results.extend(evaluation.schemes.iter().map(|result| (role(result), result)));
+    }
+    if let Some(comparison) = &run.comparison {
+        results.extend([(Role::Dense, &comparison.dense), (Role::Base, &comparison.base)]);
+        results.extend(comparison.bases.iter().map(|basis| (role(&basis.result), &basis.result)));
     }
     results
 }

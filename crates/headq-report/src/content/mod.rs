@@ -2,6 +2,7 @@
 
 mod bases;
 mod columns;
+mod comparison;
 mod counterexamples;
 mod direction;
 mod headline;
@@ -53,6 +54,8 @@ pub fn document(runs: &[Run], command: &str) -> Document {
     });
     let provenance = panes(&|run| Some(provenance::blocks(run)));
     sections.push(Section { id: "evaluation", title: "Evaluation".into(), claim: None, panes: evaluated });
+    let compared = panes(&|run| run.comparison.as_ref().map(|c| comparison::blocks(c, command)));
+    sections.push(Section { id: "comparison", title: "Comparison".into(), claim: None, panes: compared });
     let meanings = vec![Pane { run: None, blocks: vec![Block::Table(columns::meanings())] }];
     sections.push(Section { id: "columns", title: "Columns".into(), claim: None, panes: meanings });
     sections.push(Section { id: "provenance", title: "Provenance".into(), claim: None, panes: provenance });

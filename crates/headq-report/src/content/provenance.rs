@@ -1,5 +1,6 @@
 //! Where numbers come from.
 
+use headq_lab::compare::data::Comparison;
 use headq_lab::diagnose::data::Diagnosis;
 use headq_lab::diagnose::thresholds::Thresholds;
 use headq_lab::evaluate::Evaluation;
@@ -10,7 +11,7 @@ use crate::Run;
 use crate::document::{Align, Block, Cell, Column, Source, Table, Text};
 use crate::format::{count, plural, short_hash, tick};
 
-/// What both kinds of results say of where they come from.
+/// What all kinds of results say of where they come from.
 struct Measured<'a> {
     program: &'a str,
     model: &'a str,
@@ -24,7 +25,7 @@ struct Measured<'a> {
     texts: &'a [TextInfo],
 }
 
-/// The same fields of a diagnosis and of an evaluation.
+/// The same fields of a diagnosis, an evaluation and a comparison.
 macro_rules! measured {
     ($run:expr) => {
         Measured {
@@ -110,6 +111,15 @@ pub fn of_evaluation(evaluation: &Evaluation, command: &str) -> Source {
     Source { measured: measured!(evaluation).line(), command: evaluation.command.clone(), report: command.into() }
 }
 
+/// Provenance of the tables of a comparison, and the commands that make them.
+pub fn of_comparison(comparison: &Comparison, command: &str) -> Text {
+    let source =
+        Source { measured: measured!(comparison).line(), command: comparison.command.clone(), report: command.into() };
+    let line =
+        |text: Text, (done, command): (&str, &str)| text.then(format!(" {done} by ")).then_code(command).then(".");
+    source.commands().into_iter().fold(source.measured.clone(), line)
+}
+
 /// Everything that is needed to make a run again.
 pub fn blocks(run: &Run) -> Vec<Block> {
     let mut blocks = Vec::new();
@@ -129,6 +139,10 @@ pub fn blocks(run: &Run) -> Vec<Block> {
     if let Some(evaluation) = &run.evaluation {
         blocks.push(Block::Table(facts("The evaluation.", measured!(evaluation).rows())));
         blocks.push(Block::Table(texts("Texts that were evaluated.", &evaluation.texts)));
+    }
+    if let Some(comparison) = &run.comparison {
+        blocks.push(Block::Table(facts("The comparison.", measured!(comparison).rows())));
+        blocks.push(Block::Table(texts("Texts that bases were compared on.", &comparison.texts)));
     }
     blocks
 }

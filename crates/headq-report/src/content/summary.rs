@@ -20,10 +20,11 @@ pub fn subtitle(runs: &[Run]) -> Text {
 
 /// The model as given, and its identity.
 fn model(run: &Run) -> (&str, Option<&headq_models::Fingerprint>) {
-    match (&run.diagnosis, &run.evaluation) {
-        (Some(d), _) => (&d.model, Some(&d.fingerprint)),
-        (None, Some(e)) => (&e.model, Some(&e.fingerprint)),
-        (None, None) => ("", None),
+    match (&run.diagnosis, &run.evaluation, &run.comparison) {
+        (Some(d), ..) => (&d.model, Some(&d.fingerprint)),
+        (None, Some(e), _) => (&e.model, Some(&e.fingerprint)),
+        (None, None, Some(c)) => (&c.model, Some(&c.fingerprint)),
+        (None, None, None) => ("", None),
     }
 }
 

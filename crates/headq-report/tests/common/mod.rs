@@ -3,6 +3,7 @@
 #![allow(dead_code, clippy::unwrap_used, missing_docs)]
 
 use headq_lab::PROGRAM;
+use headq_lab::compare::data::*;
 use headq_lab::diagnose::data::*;
 use headq_lab::diagnose::thresholds::Thresholds;
 use headq_lab::evaluate::{Evaluation, SchemeResult};
@@ -450,11 +451,79 @@ pub fn evaluation(shape: Shape) -> Evaluation {
 }
 
 pub fn diagnosed(name: &str, shape: Shape) -> Run {
-    Run { name: name.into(), diagnosis: Some(diagnosis(name, shape)), evaluation: None }
+    Run { name: name.into(), diagnosis: Some(diagnosis(name, shape)), evaluation: None, comparison: None }
 }
 
 pub fn evaluated() -> Run {
-    Run { name: "evaluated".into(), diagnosis: None, evaluation: Some(evaluation(SMALL)) }
+    Run { name: "evaluated".into(), diagnosis: None, evaluation: Some(evaluation(SMALL)), comparison: None }
+}
+
+/// A comparison of a query-pca basis with a learned one, which had seen the text.
+pub fn comparison(shape: Shape) -> Comparison {
+    let estimate = |v: f64| Estimate { estimate: Some(v), low: Some(v - 0.01), high: Some(v + 0.01) };
+    let ratio = |v: f64| Ratio { of_means: estimate(v), by_head: estimate(v + 0.02), heads_better: Some(0.75) };
+    let against = |v: f64| Against {
+        nll: estimate(v - 1.0),
+        captured: estimate(0.03),
+        fisher: ratio(v),
+        kl: ratio(v),
+        output_error: ratio(v),
+        key_mse: Ratio { of_means: Estimate::default(), by_head: Estimate::default(), heads_better: None },
+    };
+    let basis = |name: &str, family: &str, loss: Option<&str>| ComparedBasis {
+        name: name.into(),
+        artifact: name.into(),
+        derived: loss.is_none(),
+        family: family.into(),
+        rank: 2,
+        scope: "kv-head".into(),
+        tied: loss.is_none(),
+        loss: loss.map(Into::into),
+        base: "kivi-2(g=32,r=32)".into(),
+        calibration: vec![text("texts/valid.txt")],
+        seen: loss.is_some(),
+        result: result(&format!("kivi-2(g=32,r=32)+{family}(rank=2,bits=4)"), 31.0, 3.2, 11.6, Some(0.04)),
+        window_nll: vec![3.4; 8],
+        captured: estimate(0.57),
+        to_first: against(1.0),
+        to_base: against(0.5),
+        heads: HeadTables::default(),
+    };
+    let angles = |a: f64| Angles { median: vec![a, 41.25], largest: Some(89.5), heads: Vec::new() };
+    Comparison {
+        program: PROGRAM.into(),
+        command: Some("headq run compared.toml".into()),
+        model: "checkpoints/compared".into(),
+        fingerprint: fingerprint(shape),
+        device: "flex".into(),
+        seed: 1,
+        add_bos: false,
+        context: 512,
+        windows: 8,
+        tokens: 4088,
+        texts: vec![text("texts/test.txt")],
+        scheme: "kivi-2(g=32,r=32)+query-pca(rank=2,bits=4)".into(),
+        seen: true,
+        seen_by: vec![Seen { artifact: "learned.safetensors".into(), text: "texts/test.txt".into() }],
+        bootstrap: BootstrapInfo { confidence: 0.95, replicates: 1000, min_units: 4 },
+        dense: dense(),
+        base: result("kivi-2(g=32,r=32)", 34.1, 3.0, 11.5, Some(0.09)),
+        dense_window_nll: vec![3.3; 8],
+        base_window_nll: vec![3.5; 8],
+        base_heads: HeadTables::default(),
+        bases: vec![basis("query-pca", "query-pca", None), basis("learned.safetensors", "learned", Some("kl"))],
+        angles: vec![PairAngles {
+            first: 0,
+            second: 1,
+            scope: "kv-head".into(),
+            decoder: angles(7.5),
+            encoder: Some(angles(9.25)),
+        }],
+    }
+}
+
+pub fn compared() -> Run {
+    Run { name: "compared".into(), diagnosis: None, evaluation: None, comparison: Some(comparison(SMALL)) }
 }
 
 /// Every number of a run, changed by `change`; what is counted is left as it is.
