@@ -276,9 +276,10 @@ pub struct Compare {
 ///   route-flips      the most attended token changes where attention is undecided
 ///   perplexity       dense, base, every correction, controls, published baselines, full caches
 ///
-/// Writes diagnosis.json, report.html and report.md to --out. Interrupted, it goes on link by
-/// link when started again. Links and thresholds may differ from call to call: what is measured
-/// is kept. Bases, means and scales come from --calibration-text, or else from windows of the
+/// Writes diagnosis.json, report.html and report.md to --out, and beside them run.json (what was
+/// asked), statistics and parts/ (finished passes). Interrupted, it goes on link by link when
+/// started again. Links and thresholds may differ from call to call: links add up, and what is
+/// measured is kept. Bases, means and scales come from --calibration-text, or else from windows of the
 /// text that follow the measured ones.
 ///
 /// Thresholds (--threshold NAME=VALUE): confidence=0.95 replicates=1000 min-units=4
@@ -341,8 +342,8 @@ pub struct Diagnose {
 /// Write the report of one or several runs: one HTML file, and the same as Markdown beside it.
 ///
 /// The HTML needs no network and no script, is light or dark as the reader's system is, and
-/// draws its plots as inline SVG. Runs are folders that `headq diagnose`, `headq run` or
-/// `headq suite` wrote; several are set side by side under a joint table.
+/// draws its plots as inline SVG. Runs are folders that `headq diagnose` or `headq run`
+/// wrote, or one of those that `headq suite` wrote; several are set side by side under a joint table.
 ///
 /// Example:
 ///

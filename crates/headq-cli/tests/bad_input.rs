@@ -1001,7 +1001,7 @@ fn thresholds_without_a_meaning() {
 fn corrections_that_do_not_fit() {
     let world = World::new(GQA);
     diagnosis_fails(&world, 1, &["--rank", "17"], &["query-pca(rank=17,bits=4)", "exceeds the head width 16"]);
-    diagnosis_fails(&world, 2, &["--rank", "0"], &["rank: expected at least 1, found 0"]);
+    diagnosis_fails(&world, 2, &["--rank", "0"], &["rank: expected 1 to the head width of the model, found 0"]);
     diagnosis_fails(&world, 2, &["--bits", "1"], &["bits", "2 to 8", "found 1"]);
     diagnosis_fails(&world, 2, &["--bits", "9"], &["bits", "2 to 8", "found 9"]);
     misused(&world, &diagnosis(&["--rank", "two"]), &["--rank"]);
@@ -1067,7 +1067,7 @@ fn configurations_of_a_diagnosis() {
     config_fails(&format!("{text}link = [\"metric\"]\n"), &["unknown field `link`", "links"]);
     config_fails(&format!("{text}links = []\n"), &["run.toml", "links: the list is empty"]);
     config_fails(&format!("{text}links = [\"bases\", \"bases\"]\n"), &["run.toml", "'bases' is given twice"]);
-    config_fails(&format!("{text}rank = 0\n"), &["run.toml", "rank: expected at least 1"]);
+    config_fails(&format!("{text}rank = 0\n"), &["run.toml", "rank: expected 1 to the head width"]);
     config_fails(&format!("{text}bits = 9\n"), &["run.toml", "bits", "2 to 8"]);
     config_fails(&format!("{text}calibration_windows = 0\n"), &["calibration windows 0"]);
     config_fails(&format!("{text}[diagnose.thresholds]\nmin-rh = 0.5\n"), &["unknown field `min-rh`", "`min-rho`"]);

@@ -214,9 +214,11 @@ fn dense_is_always_run_and_the_order_is_kept() {
     assert_eq!(names(&world.eval(&["--scheme", BASE])), ["dense", BASE]);
     let asked = world.eval(&["--scheme", "token-2(g=8,r=4)", "--scheme", "dense", "--scheme", BASE]);
     assert_eq!(names(&asked), ["token-2(g=8,r=4)", "dense", BASE]);
-    assert_eq!(scheme(&asked, 0)["excess_removed"], 0.0);
     assert_eq!(scheme(&asked, 1)["excess_removed"], Value::Null);
-    assert!(scheme(&asked, 2)["excess_removed"].is_f64());
+    // A random model may lose less with a quantized cache; there is then no excess to remove.
+    let excess = scheme(&asked, 0)["ppl"].as_f64() > scheme(&asked, 1)["ppl"].as_f64();
+    assert_eq!(scheme(&asked, 0)["excess_removed"] == 0.0, excess);
+    assert_eq!([0, 2].map(|i| scheme(&asked, i)["excess_removed"].is_f64()), [excess; 2]);
     let only = world.eval(&["--scheme", "dense"]);
     assert_eq!(names(&only), ["dense"]);
     assert_eq!(scheme(&only, 0)["nll"], scheme(&asked, 1)["nll"]);

@@ -63,14 +63,14 @@ pub enum LabError {
     #[error("{0}")]
     Report(String),
     /// Some of a suite's runs failed.
-    #[error("{failed} of {total} runs failed: {reasons}")]
+    #[error("{failed} of {total} runs failed: {names}")]
     Suite {
         /// Runs that failed.
         failed: usize,
         /// Runs asked for.
         total: usize,
-        /// Name and error of each.
-        reasons: String,
+        /// Their names.
+        names: String,
     },
     /// Interrupted from outside.
     #[error("interrupted; nothing half-written is left behind")]

@@ -276,8 +276,8 @@ fn expand(text: &str, lookup: &dyn Fn(&str) -> Option<String>) -> Result<String,
         let end = rest[start..].find('}').ok_or_else(|| format!("'{text}' opens ${{ and does not close it"))? + start;
         let name = &rest[start + 2..end];
         out += &rest[..start];
-        out +=
-            &lookup(name).ok_or_else(|| format!("'{text}' needs the environment variable {name}, which is not set"))?;
+        let value = lookup(name).filter(|value| !value.is_empty());
+        out += &value.ok_or_else(|| format!("'{text}' needs the environment variable {name}, which is not set"))?;
         rest = &rest[end + 1..];
     }
     Ok(out + rest)
@@ -312,7 +312,9 @@ impl Folder {
             match found {
                 None => return Err(other("or unreadable run.json")),
                 Some(f) if f.model != manifest.model => return Err(other("model")),
-                Some(f) if f.config != manifest.config => return Err(other("configuration")),
+                Some(f) if f.config != manifest.config => {
+                    return Err(other(&format!("configuration ({})", differences(&f.config, &manifest.config))));
+                }
                 Some(f) if f.texts != manifest.texts => return Err(other("text or tokenizer")),
                 Some(f) if f.bases != manifest.bases => return Err(other("basis file")),
                 Some(f) if f.program != manifest.program => return Err(other("version of this program")),
@@ -340,6 +342,27 @@ impl Folder {
         }
         Ok((Self(path.to_owned()), Hold { _lock: lock, path: path.to_owned(), made: !taken_up, made_folder }))
     }
+}
+
+/// Keys in which two configurations differ, with both values.
+fn differences(kept: &RunConfig, asked: &RunConfig) -> String {
+    fn walk(path: &str, a: &serde_json::Value, b: &serde_json::Value, found: &mut Vec<String>) {
+        match (a.as_object(), b.as_object()) {
+            (Some(x), Some(y)) => {
+                for key in x.keys().chain(y.keys().filter(|k| !x.contains_key(*k))) {
+                    let path = if path.is_empty() { key.clone() } else { format!("{path}.{key}") };
+                    let none = serde_json::Value::Null;
+                    walk(&path, x.get(key).unwrap_or(&none), y.get(key).unwrap_or(&none), found);
+                }
+            }
+            _ if a != b => found.push(format!("{path} was {a}, now {b}")),
+            _ => {}
+        }
+    }
+    let json = |config| serde_json::to_value(config).unwrap_or_default();
+    let mut found = Vec::new();
+    walk("", &json(kept), &json(asked), &mut found);
+    found.join("; ")
 }
 
 /// A run's folder is held while this lives. A run that ends before it has finished anything leaves nothing behind.
@@ -437,6 +460,9 @@ impl CompareConfig {
     }
 }
 
+/// No head is wider.
+const MOST_RANK: usize = 1 << 16;
+
 impl DiagnoseConfig {
     /// Checks everything that can be checked without a model.
     ///
@@ -447,8 +473,8 @@ impl DiagnoseConfig {
         if !(2..=8).contains(&self.bits) {
             return Err(format!("bits: a side code has from 2 to 8 bits, found {}", self.bits));
         }
-        if self.rank == 0 {
-            return Err("rank: expected at least 1, found 0".into());
+        if self.rank == 0 || self.rank > MOST_RANK {
+            return Err(format!("rank: expected 1 to the head width of the model, found {}", self.rank));
         }
         self.thresholds.check()?;
         crate::diagnose::asked_links(self.links.as_deref()).map(|_| ())
@@ -510,6 +536,7 @@ pub fn run(
     let (folder, _lock) = Folder::open(&options.out, &manifest)?;
     let sources = calibrated(config, bases, given, &loaded, &calibration_texts, &folder, options, observer)?;
     let planned = sources.plan_all(&eval.schemes, loaded.config(), config.seed)?;
+    crate::compare::warn_of_seen(&eval_texts, &sources)?;
     keep_bases(&planned, &sources, &folder, config.seed)?;
     let request = Request {
         model: &loaded.model,

@@ -61,10 +61,10 @@ fn centre<const D: usize>(p: &Tensor<D>, delta: Tensor<D>) -> Tensor<D> {
     delta - mean
 }
 
-/// E8, (PPL_base − PPL_x) / (PPL_base − PPL_dense); `None` where base and dense are equal.
+/// E8, (PPL_base − PPL_x) / (PPL_base − PPL_dense); `None` where the base has no excess over dense.
 pub fn excess_removed(base: f64, x: f64, dense: f64) -> Option<f64> {
     let share = (base - x) / (base - dense);
-    (base != dense && share.is_finite()).then_some(share)
+    (base > dense && share.is_finite()).then_some(share)
 }
 
 /// Changes of a score, in nats, up to which f32 probabilities are enough: those below e⁻⁸⁷ are 0, and centred changes of at most

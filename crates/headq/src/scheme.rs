@@ -501,7 +501,7 @@ impl<'a> Term<'a> {
             return Err(format!("'{text}' opens a parenthesis and does not end with ')'"));
         };
         let mut options: Vec<(&str, &str)> = Vec::new();
-        for item in inner.split(',').map(str::trim).filter(|i| !i.is_empty()) {
+        for item in inner.split(',').map(str::trim).filter(|_| !inner.trim().is_empty()) {
             let (name, value) = match item.split_once('=') {
                 Some((name, _)) if FLAGS.contains(&name.trim()) => {
                     return Err(format!("option '{}' takes no value", name.trim()));
@@ -833,6 +833,8 @@ mod tests {
             ("kivi-2(g=32,g=32)", "twice"),
             ("kivi-2(g=32", "does not end with ')'"),
             ("kivi-2(g)", "name=value"),
+            ("kivi-2(g=32,,r=1)", "option '' is not written name=value"),
+            ("kivi-2(g=32,)", "option '' is not written name=value"),
             ("kivi", "NAME-BITS"),
             ("kiwi-2", "known are kivi, token, grid, rotated"),
             ("kivi-2+pca(rank=4,bits=4)", "known are query-pca, query-pca-centered"),

@@ -326,5 +326,6 @@ fn excess_removed_is_e8() {
     assert_eq!(excess_removed(34.0, 34.0, 30.0), Some(0.0));
     assert_eq!(excess_removed(34.0, 38.0, 30.0), Some(-1.0));
     assert_eq!(excess_removed(30.0, 31.0, 30.0), None);
+    assert_eq!(excess_removed(29.0, 31.0, 30.0), None, "a base better than dense has no excess");
     assert_eq!(excess_removed(f64::INFINITY, 31.0, 30.0), None);
 }

@@ -62,15 +62,16 @@ fn config(context: &Context, args: &Diagnose) -> Result<RunConfig, LabError> {
     })
 }
 
-/// The command that was given, quoted for a shell; what does not change results is left out.
+/// The command that was given, quoted for a shell. What does not change results is left out, and the choice of links, which add up
+/// from call to call.
 pub fn command_line() -> String {
     let mut words = vec!["headq".to_string()];
-    let mut arguments = std::env::args().skip(1);
+    let mut arguments = std::env::args_os().skip(1).map(|a| a.to_string_lossy().into_owned());
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
             "--quiet" | "-q" | "--json" => {}
-            "--threads" => drop(arguments.next()),
-            _ if argument.starts_with("--threads=") => {}
+            "--threads" | "--links" => drop(arguments.next()),
+            _ if argument.starts_with("--threads=") || argument.starts_with("--links=") => {}
             _ => words.push(quoted(&argument)),
         }
     }

@@ -14,6 +14,7 @@ pub fn run(context: &Context, args: &Eval) -> Result<(), LabError> {
     let (loaded, windows) = context.load(&args.model, &args.text)?;
     let sources = Sources::load(&args.stats, &args.basis, &loaded.fingerprint)?;
     let schemes = sources.plan_all(&args.scheme, loaded.config(), context.seed())?;
+    headq_lab::compare::warn_of_seen(&windows, &sources)?;
     args.out.as_deref().map_or(Ok(()), |out| check_writable(out, Output::Report))?;
     let request = Request {
         model: &loaded.model,

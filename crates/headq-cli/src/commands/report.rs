@@ -10,13 +10,18 @@ use super::diagnose::command_line;
 use crate::args::Report;
 
 pub fn run(context: &Context, args: &Report) -> Result<(), LabError> {
-    headq_report::check(&args.out).map_err(failed)?;
+    check(&args.out)?;
     write(&args.runs, &args.out, &command_line())?;
     let (html, markdown) = (args.out.clone(), args.out.with_extension("md"));
     context.print(
         || serde_json::json!({ "html": html.to_string_lossy(), "markdown": markdown.to_string_lossy() }),
         || format!("{}\n{}", html.display(), markdown.display()),
     )
+}
+
+/// Fails early where a report could not be written.
+pub fn check(out: &Path) -> Result<(), LabError> {
+    headq_report::check(out).map_err(failed)
 }
 
 /// Writes the report of runs to FILE.html and FILE.md.

@@ -11,6 +11,9 @@ use crate::args::Suite;
 
 pub fn run(context: &Context, args: &Suite) -> Result<(), LabError> {
     let configs = load(context, args)?;
+    if args.out.exists() {
+        super::report::check(&args.out.join("report.html"))?;
+    }
     let mut done: Vec<PathBuf> = Vec::new();
     let mut failed = Vec::new();
     for (i, (path, config)) in configs.iter().enumerate() {
@@ -25,7 +28,7 @@ pub fn run(context: &Context, args: &Suite) -> Result<(), LabError> {
             Err(LabError::Interrupted) => return Err(LabError::Interrupted),
             Err(error) => {
                 tracing::error!("{}: {error}", path.display());
-                failed.push(format!("{}: {error}", config.name));
+                failed.push(config.name.clone());
             }
         }
     }
@@ -35,7 +38,7 @@ pub fn run(context: &Context, args: &Suite) -> Result<(), LabError> {
     }
     if !failed.is_empty() {
         let (n, total) = (failed.len(), configs.len());
-        return Err(LabError::Suite { failed: n, total, reasons: failed.join("; ") });
+        return Err(LabError::Suite { failed: n, total, names: failed.join(", ") });
     }
     context.print(
         || {

@@ -256,6 +256,23 @@ fn all_angles(candidates: &[Candidate]) -> Vec<PairAngles> {
     pairs.map(|(i, j)| angles::pair_angles((i, candidates[i].basis()), (j, candidates[j].basis()))).collect()
 }
 
+/// Warns of measured texts that bases were made from.
+///
+/// # Errors
+/// If a text cannot be read any more.
+pub fn warn_of_seen(measured: &[crate::text::Windows], sources: &Sources) -> Result<(), LabError> {
+    let stats = sources.stats.iter().map(|(path, artifact)| (path, &artifact.header));
+    let bases = sources.bases.iter().map(|(path, artifact)| (path, &artifact.header));
+    let mut texts = seen::Texts::new(measured)?;
+    for (path, header) in stats.chain(bases) {
+        for text in texts.seen_in(&header.texts) {
+            let (text, path) = (text.path.display(), path.display());
+            tracing::warn!("{path} was made from {text}, which is measured: this is no test on new text");
+        }
+    }
+    Ok(())
+}
+
 /// Carries out a configuration with a section `[compare]`, or goes on with it: the statistics that families need, passes part by part,
 /// and at the end [`FILE`] in the run's folder.
 ///

@@ -102,7 +102,7 @@ impl Texts {
         }
         let both = windows(&diagnose.text, &tokenizer, &WindowOptions { windows: w.saturating_add(c), ..own })
             .map_err(|e| match e {
-                LabError::Text { path, reason } => LabError::Text {
+                LabError::Text { path, reason } if reason.contains("windows of") => LabError::Text {
                     path,
                     reason: format!(
                         "{reason} ({w} windows are measured, {c} are for calibration unless it has a text of its own)"
@@ -116,7 +116,9 @@ impl Texts {
 
     /// Fails where a text is measured and calibrated on.
     fn apart(self) -> Result<Self, LabError> {
-        let calibrated = |t: &&Windows| self.calibration.iter().any(|c| c.text.sha256 == t.text.sha256);
+        let calibrated = |t: &&Windows| {
+            self.calibration.iter().any(|c| c.text.sha256 == t.text.sha256 || shared_share(t, c) > MOST_SHARED)
+        };
         match self.measured.iter().find(calibrated) {
             None => Ok(self),
             Some(t) => Err(LabError::Text {
@@ -131,6 +133,36 @@ impl Texts {
     fn calibration_windows(&self) -> usize {
         self.calibration.first().map_or(0, |t| t.windows.len())
     }
+}
+
+/// Tokens in a passage by which texts are compared.
+const PASSAGE: usize = 32;
+/// Share of passages that two different texts may have in common: headings and turns of phrase.
+const MOST_SHARED: f64 = 0.05;
+
+/// Share of the passages of `other` that also stand, at any place, in the windows of `text`.
+fn shared_share(text: &Windows, other: &Windows) -> f64 {
+    let passages = |of: &Windows| -> Vec<Vec<u32>> {
+        let length = of.windows.iter().map(Vec::len).min().unwrap_or(0).min(PASSAGE).max(1);
+        of.windows.iter().flat_map(|w| w.windows(length).map(<[u32]>::to_vec)).collect()
+    };
+    let known: std::collections::HashSet<Vec<u32>> = passages(text).into_iter().collect();
+    let all = passages(other);
+    all.iter().filter(|p| known.contains(*p)).count() as f64 / all.len().max(1) as f64
+}
+
+/// Fails where one text is measured twice, which would make intervals too narrow.
+fn check_distinct(texts: &[Windows]) -> Result<(), LabError> {
+    for (i, text) in texts.iter().enumerate() {
+        if let Some(first) = texts[..i].iter().find(|t| shared_share(t, text) > MOST_SHARED) {
+            let reason = format!(
+                "holds what {} holds; measured twice, it would make intervals narrower than they are",
+                first.text.path.display()
+            );
+            return Err(LabError::Text { path: text.text.path.clone(), reason });
+        }
+    }
+    Ok(())
 }
 
 /// Fails where the base quantizer codes nothing, or the correction does not fit the heads.
@@ -152,6 +184,7 @@ fn check(plan: &Plan, diagnose: &DiagnoseConfig, texts: &Texts) -> Result<(), La
 fn identity(config: &RunConfig) -> RunConfig {
     let mut config = config.clone();
     if let Some(diagnose) = &mut config.diagnose {
+        config.name = String::new();
         diagnose.links = None;
         diagnose.thresholds = Default::default();
     }
@@ -177,6 +210,7 @@ pub fn diagnose(
     let loaded = load(&config.model, &device, &LoadOptions::default())?;
     let plan = Plan { base, rank: asked.rank, bits: asked.bits, head_dim: loaded.config().head_dim };
     let texts = Texts::load(config, asked, &loaded)?;
+    check_distinct(&texts.measured)?;
     check(&plan, asked, &texts)?;
     let needed = asked.context.max(texts.calibration_context);
     check_context(&loaded, needed)?;
@@ -189,6 +223,7 @@ pub fn diagnose(
         bases: Vec::new(),
     };
     let (folder, _lock) = Folder::open(&options.out, &manifest)?;
+    let links = with_links_of(&folder.0.join(FILE), links);
     let statistics = |file: &str, of: &[Windows], observer: &dyn Observer| -> Result<StatsArtifact, LabError> {
         kept_statistics(&folder.0.join(file), &loaded, || {
             calibrate(&loaded.model, &loaded.fingerprint, of, config.add_bos, base, options.threads, observer)
@@ -221,6 +256,16 @@ pub fn diagnose(
     let diagnosis = chain.take(links, skeleton(config, asked, &request, &texts, options))?;
     write_json(&folder.0.join(FILE), &diagnosis)?;
     Ok(diagnosis)
+}
+
+/// The links asked for, and those that an earlier call on the same run has taken: their parts are there, and their verdicts are
+/// drawn anew.
+fn with_links_of(file: &Path, mut links: [bool; 7]) -> [bool; 7] {
+    let earlier = std::fs::read(file).ok().and_then(|bytes| serde_json::from_slice::<Diagnosis>(&bytes).ok());
+    if let Some(earlier) = earlier {
+        links.iter_mut().zip(earlier.judgements()).for_each(|(asked, taken)| *asked |= taken.is_some());
+    }
+    links
 }
 
 /// Everything but the links.

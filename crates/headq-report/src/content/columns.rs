@@ -44,7 +44,11 @@ const RESULT: &[Column<SchemeResult>] = &[
 /// What columns mean, with the equations of the specification.
 const MEANINGS: &[(&str, &str)] = &[
     ("ppl", "perplexity: exp of the mean loss per token, of the pass in which the cache is quantized"),
-    ("excess removed", "E8: share of the perplexity that quantizing adds which the scheme takes away again"),
+    (
+        "excess removed",
+        "E8: share of the perplexity that quantizing adds which the scheme takes away again; against the scheme without the correction \
+         where a diagnosis or comparison names one, and against the first quantized scheme of an evaluation",
+    ),
     ("Δnll ± se", "paired difference of the loss to dense, nats per token, with its standard error over tokens"),
     (
         "gain",
@@ -59,7 +63,10 @@ const MEANINGS: &[(&str, &str)] = &[
     ("readout error", "E5: mean square of what attention reads from values"),
     ("A²", "E6: the diagonal of the readout error"),
     ("output error", "E7: relative, keys and values as read from the cache, before the output projection"),
-    ("captured", "share of the held-out score error that a basis captures before side quantization, mean over heads"),
+    (
+        "captured",
+        "share of the held-out score error (of residuals about their mean) that a basis captures before side quantization, mean over heads",
+    ),
     ("[low, high]", "bootstrap interval at the confidence of the thresholds"),
 ];
 

@@ -28,17 +28,24 @@ fn extremes(curve: &NullCurve) -> Option<(f64, f64)> {
     Some((values().reduce(f64::min)?, values().reduce(f64::max)?))
 }
 
-/// Greatest over least Fisher error.
+/// Fisher error of centered keys.
+fn centered(curve: &NullCurve) -> Option<f64> {
+    curve.points.first().map(|p| p.fisher).filter(|fisher| fisher.is_finite())
+}
+
+/// Greatest Fisher error over that of centered keys.
 fn ratio(curve: &NullCurve) -> Option<f64> {
-    extremes(curve).filter(|(least, _)| *least > 0.0).map(|(least, greatest)| greatest / least)
+    let (at_zero, (_, greatest)) = (centered(curve).filter(|fisher| *fisher > 0.0)?, extremes(curve)?);
+    Some(greatest / at_zero)
 }
 
 const CURVE: &[Column<NullCurve>] = &[
     ("scheme", Align::Left, |c| scheme(&c.scheme)),
     ("shift-equivariant", Align::Left, |c| if c.equivariant { "yes, must stay flat" } else { "no" }.into()),
+    ("at α = 0", Align::Right, |c| number(centered(c))),
     ("least", Align::Right, |c| number(extremes(c).map(|e| e.0))),
     ("greatest", Align::Right, |c| number(extremes(c).map(|e| e.1))),
-    ("ratio", Align::Right, |c| maybe(ratio(c), |ratio| format::fixed(ratio, 3)).into()),
+    ("greatest / at α = 0", Align::Right, |c| maybe(ratio(c), |ratio| format::fixed(ratio, 3)).into()),
 ];
 
 fn figure(link: &NullSpace, source: &Source) -> Figure {

@@ -113,7 +113,7 @@ fn judge_bases(
     Judgement {
         verdict,
         because: format!(
-            "{} loses {} nats per token less than {}, the best of {} ({} interval over {} windows), with an attention \
+            "{} is better by {} nats per token than {}, the best of {} ({} interval over {} windows), with an attention \
              KL of {} against {} nats and a captured share of {} against {}.",
             first.family,
             show_interval(&advantage),

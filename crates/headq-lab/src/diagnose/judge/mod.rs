@@ -203,7 +203,12 @@ impl Reference {
         (damage.low <= 0.0 || damage.estimate < thresholds.min_damage).then(|| {
             inconclusive(
                 format!(
-                    "There is nothing to correct on this model: the base quantizer costs {} nats per token.",
+                    "{}: the base quantizer costs {} nats per token.",
+                    if damage.high > thresholds.min_damage {
+                        "Whether there is anything to correct on this model is not decided"
+                    } else {
+                        "There is nothing to correct on this model"
+                    },
                     show_interval(damage)
                 ),
                 format!(
