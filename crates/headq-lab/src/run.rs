@@ -11,7 +11,7 @@ use headq::scheme::{BaseScheme, Family, Scheme};
 use headq_models::{Fingerprint, LoadOptions, LoadedModel, ModelError, Tokenizer, load};
 use serde::{Deserialize, Serialize};
 
-use crate::artifact::{BasisArtifact, StatsArtifact, is_temporary, write_atomic};
+use crate::artifact::{BasisArtifact, BasisHeader, StatsArtifact, is_temporary, write_atomic};
 use crate::calibrate::check_base;
 use crate::compare::candidates::Asked;
 use crate::diagnose::thresholds::Thresholds;
@@ -651,13 +651,7 @@ pub(crate) fn keep_bases(
             artifact.header.base = base.to_string();
         }
         artifact.header.kind = "basis".into();
-        artifact.header.basis = Some(crate::artifact::BasisHeader {
-            family: side.family,
-            rank: side.rank,
-            scope: side.scope.to_string(),
-            seed,
-            loss: None,
-        });
+        artifact.header.basis = Some(BasisHeader::derived(side.family, side.rank, side.scope, seed));
         artifact.save(&path)?;
     }
     Ok(())

@@ -11,7 +11,8 @@ use rand_distr::StandardNormal;
 use rayon::prelude::*;
 
 use crate::Error;
-use crate::scheme::{Family, Scope, SideScheme};
+use crate::quant::clip_width;
+use crate::scheme::{Family, Scope, SideScales, SideScheme};
 use crate::stats::{LayerStats, Moments};
 
 /// Eigenvalues of C_q are floored at this share of the largest before C_q^{−½} is formed.
@@ -36,6 +37,19 @@ pub struct Basis {
     pub decoder: Vec<f32>,
     /// W, as `decoder`; `None` where W = U (orthonormal).
     pub encoder: Option<Vec<f32>>,
+    /// Side quantizer that a `learned` basis was trained with, and belongs to.
+    pub trained: Option<TrainedSide>,
+}
+
+/// The side quantizer that a basis was trained with.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TrainedSide {
+    /// Bits of a side code.
+    pub bits: u32,
+    /// What shares a scale and a zero.
+    pub scales: SideScales,
+    /// Clip factors ρ ([`crate::quant::side_read_back`]): `[layers, side_heads, clip_width]`, row-major; `None` is 1 throughout.
+    pub clip: Option<Vec<f32>>,
 }
 
 impl Basis {
@@ -84,6 +98,7 @@ impl Basis {
             rank,
             decoder: flat(&|f| &f.decoder),
             encoder: (!family.tied()).then(|| flat(&|f| f.encoder.as_ref().unwrap_or(&f.decoder))),
+            trained: None,
         })
     }
 
@@ -103,10 +118,14 @@ impl Basis {
             Scope::KvHead => kv_heads,
             Scope::QueryHead => heads,
         };
+        let bits = self.trained.as_ref().map_or(side.bits, |t| t.bits);
+        let scales = self.trained.as_ref().map_or(side.scales, |t| t.scales);
         let pairs = [
             ("family", self.family.to_string(), side.family.to_string()),
             ("rank", self.rank.to_string(), side.rank.to_string()),
             ("scope", self.scope.to_string(), side.scope.to_string()),
+            ("side bits", bits.to_string(), side.bits.to_string()),
+            ("side scales", scales.to_string(), side.scales.to_string()),
             ("layers", self.layers.to_string(), layers.to_string()),
             ("heads", self.side_heads.to_string(), side_heads.to_string()),
             ("head width", self.head_dim.to_string(), head_dim.to_string()),
@@ -133,6 +152,15 @@ impl Basis {
     /// W of one layer: `[side_heads, head_dim, rank]`.
     pub fn encoder_of(&self, layer: usize) -> TensorData {
         self.layer(self.encoder.as_ref().unwrap_or(&self.decoder), layer)
+    }
+
+    /// ρ of one layer: `[side_heads, 1, clip_width]`; `None` where no clip factors were learned.
+    pub fn clip_of(&self, layer: usize) -> Option<TensorData> {
+        let trained = self.trained.as_ref()?;
+        let width = clip_width(trained.scales, self.rank);
+        let size = self.side_heads * width;
+        let factors = trained.clip.as_ref()?[layer * size..(layer + 1) * size].to_vec();
+        Some(TensorData::new(factors, [self.side_heads, 1, width]))
     }
 
     fn layer(&self, all: &[f32], layer: usize) -> TensorData {
