@@ -293,7 +293,13 @@ impl Request<'_> {
                 |i, done| trained[layers[i]] = Some(done),
             );
             progress.close();
-            result?;
+            if let Err(error) = result {
+                // Settings that diverge are not taken up again.
+                return Err(match error {
+                    LabError::Training { .. } => state.discard().err().unwrap_or(error),
+                    other => other,
+                });
+            }
         }
         let trained: Vec<LayerTrained> = trained.into_iter().flatten().collect();
         state.write_metrics(&trained)?;
@@ -348,7 +354,13 @@ impl Request<'_> {
         let side = key.side.ok_or_else(|| LabError::Usage("no side code".into()))?;
         let families = self.settings.candidates().map_err(LabError::Usage)?;
         let fit = |family| Basis::fit(&self.stats.layers, family, side.rank, side.scope, self.seed);
-        Ok(families.into_iter().map(fit).collect::<Result<Vec<_>, _>>()?)
+        let mut candidates = families.into_iter().map(fit).collect::<Result<Vec<_>, _>>()?;
+        if !self.settings.tied {
+            let equalized = candidates.iter().map(|basis| basis.equalized(&self.stats.layers));
+            let equalized = equalized.collect::<Result<Vec<_>, _>>()?;
+            candidates.extend(equalized);
+        }
+        Ok(candidates)
     }
 
     fn manifest(&self, candidates: &[Basis]) -> Manifest {

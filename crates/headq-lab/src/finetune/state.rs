@@ -97,6 +97,11 @@ impl StateFolder {
         Ok(Self { path: path.to_owned(), _lock: lock })
     }
 
+    /// Removes everything.
+    pub fn discard(self) -> Result<(), LabError> {
+        std::fs::remove_dir_all(&self.path).map_err(LabError::io(&self.path))
+    }
+
     fn layer(&self, layer: usize) -> PathBuf {
         self.path.join(format!("layer-{layer}.safetensors"))
     }

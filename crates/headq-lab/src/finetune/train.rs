@@ -22,6 +22,12 @@ use crate::{LabError, Observer};
 /// A training loss this many times the initial one has diverged.
 const DIVERGED: f64 = 100.0;
 
+/// Losses below this are not told apart.
+const NO_LOSS: f64 = 1e-9;
+
+/// Clip factors to begin with, of which each head takes the best.
+const INITIAL_CLIPS: [f32; 3] = [1.0, 0.9, 0.8];
+
 /// One measurement on held-out windows.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Measurement {
@@ -229,8 +235,8 @@ impl LayerTask<'_> {
         Correction::of(&self.key, parts)
     }
 
-    /// A closed form as a point; columns of U and W get equal norms, which changes no product UWᵀ.
-    fn initial(&self, basis: &Basis) -> Point {
+    /// A closed form as points of several clip factors; columns of U and W get equal norms, which changes no product UWᵀ.
+    fn initial(&self, basis: &Basis) -> Vec<Point> {
         let [heads, d, rank] = self.shape();
         let size = heads * d * rank;
         let own = |all: &[f32]| all[self.layer * size..(self.layer + 1) * size].to_vec();
@@ -253,14 +259,21 @@ impl LayerTask<'_> {
         }
         let encoder = (!self.settings.tied).then(|| encoder.unwrap_or_else(|| decoder.clone()));
         let scales = self.key.side.map(|s| s.scales).unwrap_or_default();
-        let clip = self.settings.train_clip.then(|| vec![1.0; heads * clip_width(scales, rank)]);
-        Point { decoder, encoder, clip }
+        if !self.settings.train_clip {
+            return vec![Point { decoder, encoder, clip: None }];
+        }
+        let clipped = |clip: f32| Point {
+            decoder: decoder.clone(),
+            encoder: encoder.clone(),
+            clip: Some(vec![clip; heads * clip_width(scales, rank)]),
+        };
+        INITIAL_CLIPS.map(clipped).to_vec()
     }
 
     /// Where training begins: for each head the candidate of the least training loss.
     fn begin(&self, samples: &Samples) -> Checkpoint {
         let train = 0..self.train_windows();
-        let points: Vec<Point> = self.candidates.iter().map(|b| self.initial(b)).collect();
+        let points: Vec<Point> = self.candidates.iter().flat_map(|b| self.initial(b)).collect();
         let losses: Vec<Vec<f64>> =
             points.iter().map(|p| samples.mean(train.clone(), &self.correction(p, &self.device))).collect();
         let heads = losses[0].len();
@@ -286,7 +299,7 @@ impl LayerTask<'_> {
         let header = LayerHeader {
             step: 0,
             // A base code that loses nothing leaves nothing to learn.
-            finished: initial_train == 0.0,
+            finished: initial_train <= NO_LOSS,
             idle: 0,
             running: (0.0, 0),
             uncorrected_loss,
@@ -365,8 +378,8 @@ impl LayerTask<'_> {
             let scaled = made.total.mul_scalar(share);
             graph = Some(graph.map_or(scaled.clone(), |sum: Tensor<1>| sum + scaled));
         }
-        let limit = DIVERGED * c.header.initial_train;
-        if !(loss <= limit) {
+        let limit = DIVERGED * c.header.initial_train.max(NO_LOSS);
+        if loss.is_nan() || loss > limit {
             return Err(fail(format!(
                 "the loss has grown from {:.3e} to {loss:.3e}; lower the learning rate {}",
                 c.header.initial_train, self.settings.lr
