@@ -346,7 +346,8 @@ pub struct Diagnose {
 ///   kl      attention KL, nats: what `headq eval` reports as KL
 ///   fisher  its second-order form, nats
 ///   score   variance of the score error over the coded keys, the closed forms' objective
-/// The losses are local to a layer: queries and keys are captured from the dense model, and each
+///   logits  KL of next-token distributions, nats, end to end: all layers together, much slower
+/// The first three are local to a layer: queries and keys are captured from the dense model, and each
 /// layer is trained on its own. Windows after the training windows are held out: they
 /// decide when to stop, and which parameters are kept of each head.
 ///
@@ -377,7 +378,7 @@ pub struct Finetune {
     /// Scheme whose side code is trained.
     #[arg(long, value_name = "S")]
     pub scheme: String,
-    /// Loss: kl, fisher or score.
+    /// Loss: kl, fisher, score or logits.
     #[arg(long, default_value = "kl")]
     pub loss: String,
     /// Family to begin with; `best` takes the best closed form of each head.

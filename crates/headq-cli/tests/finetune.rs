@@ -124,6 +124,7 @@ fn every_loss_and_shape_trains() {
     for args in [
         &["--loss", "fisher"][..],
         &["--loss", "score", "--init", "random"],
+        &["--loss", "logits", "--train-clip"],
         &["--tied", "--init", "query-pca"],
         &["--epochs", "1", "--batch", "3"],
         &["--scheme", "kivi-2(g=8,r=4)+learned(rank=2,bits=3,scales=token,scope=query-head)", "--train-clip"],
@@ -160,7 +161,7 @@ fn bad_settings_are_named_and_leave_nothing() {
     );
     fails(&world, &["--lr=-1"], &["lr: expected a number above 0"]);
     fails(&world, &["--steps", "0"], &["steps: expected at least 1"]);
-    fails(&world, &["--loss", "mse"], &["'mse' is not known; known are kl, fisher, score"]);
+    fails(&world, &["--loss", "mse"], &["'mse' is not known; known are kl, fisher, score, logits"]);
     fails(&world, &["--init", "pca"], &["'pca' is not known; known are best, query-pca"]);
     fails(&world, &["--init", "score-optimal", "--tied"], &["a tied basis begins with best, query-pca"]);
     let scheme = |s: &'static str, needles: &[&str]| {

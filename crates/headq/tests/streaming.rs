@@ -244,7 +244,6 @@ fn forwards_the_same_codes_under_autodiff(scheme: &Scheme, device: &Device) {
     let (q, k, v) = (q.autodiff().require_grad(), k.autodiff().require_grad(), v.autodiff().require_grad());
     let mut cache = teacher_forced(scheme, basis.as_ref(), 2, D, &tracked);
     let output = cache.attend(&site(0, None), q.clone(), k.clone(), v.clone());
-    let key = scheme.key.as_ref().unwrap();
     let groups = |k: &Tensor<4>| k.clone().narrow(2, 0, 32);
     let tracked = cache.layers()[0].code_keys(groups(&k));
     let inference = modules(scheme, basis.as_ref(), 2, D, device).code_keys(groups(&k.clone().inner()));

@@ -14,6 +14,7 @@
 //! killed goes on from there to exactly the result of an uninterrupted one. `metrics.jsonl` there has one line for each measurement.
 
 mod capture;
+mod logits;
 mod state;
 mod train;
 
@@ -44,7 +45,7 @@ pub const SAMPLE_BYTES: u64 = 1 << 30;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Settings {
-    /// `kl`, `fisher` or `score`.
+    /// `kl`, `fisher` or `score`, local to a layer; or `logits`, end to end.
     #[serde(default = "defaults::loss")]
     pub loss: String,
     /// Family to begin with; `best` takes, for each head, the closed form of the least loss on the training windows.
@@ -133,7 +134,9 @@ impl Settings {
     /// # Errors
     /// The setting, what was expected and what was found.
     pub fn check(&self) -> Result<(), String> {
-        self.local_loss()?;
+        if !self.is_end_to_end() {
+            self.local_loss()?;
+        }
         self.candidates()?;
         if !(self.lr.is_finite() && self.lr > 0.0) {
             return Err(format!("lr: expected a number above 0, found {}", self.lr));
@@ -151,8 +154,12 @@ impl Settings {
         }
     }
 
+    fn is_end_to_end(&self) -> bool {
+        self.loss == "logits"
+    }
+
     fn local_loss(&self) -> Result<Loss, String> {
-        self.loss.parse().map_err(|e: String| format!("loss: {e}; known are kl, fisher, score"))
+        self.loss.parse().map_err(|e: String| format!("loss: {e}; known are kl, fisher, score, logits"))
     }
 
     /// Families to choose the initial basis of each head from.
@@ -254,11 +261,45 @@ impl Request<'_> {
     pub fn run(&self, folder: &Path, observer: &dyn Observer) -> Result<Finetuned, LabError> {
         let key = check_scheme(&self.scheme, self.stats)?;
         self.settings.check().map_err(LabError::Usage)?;
-        let loss = self.settings.local_loss().map_err(LabError::Usage)?;
         let quantizers = self.quantizers(&key)?;
         self.check_windows(&quantizers[0])?;
         let candidates = self.candidates(&key)?;
         let state = StateFolder::open(folder, &self.manifest(&candidates))?;
+        let trained = match self.settings.is_end_to_end() {
+            true => self.end_to_end(key, &candidates, &state, observer),
+            false => self.by_layer(key, &quantizers, &candidates, &state, observer),
+        };
+        let trained = match trained {
+            // Settings that diverge are not taken up again.
+            Err(error @ LabError::Training { .. }) => return Err(state.discard().err().unwrap_or(error)),
+            other => other?,
+        };
+        state.write_metrics(&trained)?;
+        self.finish(&key, &trained)
+    }
+
+    fn end_to_end(
+        &self,
+        key: KeyScheme,
+        candidates: &[Basis],
+        state: &StateFolder,
+        observer: &dyn Observer,
+    ) -> Result<Vec<LayerTrained>, LabError> {
+        let progress = train::Progress::new(observer, 1, self.settings.steps);
+        let trained = logits::EndToEnd { request: self, key, candidates }.run(state, &progress);
+        progress.close();
+        trained
+    }
+
+    fn by_layer(
+        &self,
+        key: KeyScheme,
+        quantizers: &[BaseQuantizer],
+        candidates: &[Basis],
+        state: &StateFolder,
+        observer: &dyn Observer,
+    ) -> Result<Vec<LayerTrained>, LabError> {
+        let loss = self.settings.local_loss().map_err(LabError::Usage)?;
         let layers = self.model.config().num_layers;
         let mut trained: Vec<Option<LayerTrained>> =
             (0..layers).map(|layer| state.finished(layer)).collect::<Result<_, _>>()?;
@@ -283,27 +324,19 @@ impl Request<'_> {
                         quantizer: &quantizers[layer],
                         windows: &captures[i],
                         held_out: self.held_out.iter().map(|t| t.windows.len()).sum(),
-                        candidates: &candidates,
+                        candidates,
                         settings: self.settings,
                         seed: self.seed,
                         device: self.model.device(),
                     };
-                    task.run(&state, &progress)
+                    task.run(state, &progress)
                 },
                 |i, done| trained[layers[i]] = Some(done),
             );
             progress.close();
-            if let Err(error) = result {
-                // Settings that diverge are not taken up again.
-                return Err(match error {
-                    LabError::Training { .. } => state.discard().err().unwrap_or(error),
-                    other => other,
-                });
-            }
+            result?;
         }
-        let trained: Vec<LayerTrained> = trained.into_iter().flatten().collect();
-        state.write_metrics(&trained)?;
-        self.finish(&key, &trained)
+        Ok(trained.into_iter().flatten().collect())
     }
 
     fn context(&self) -> usize {
@@ -390,7 +423,7 @@ impl Request<'_> {
             all.iter().sum::<f64>() / all.len() as f64
         };
         let config = self.model.config();
-        let side_heads = trained[0].best_loss.len();
+        let side_heads = trained[0].best.decoder.len() / (config.head_dim * side.rank);
         let basis = Basis {
             family: Family::Learned,
             scope: side.scope,

@@ -1,10 +1,10 @@
 //! Training of one layer: all of its heads at once, each with its own loss.
 
 use burn::optim::{AdamW, AdamWConfig, AdamWState, AdaptiveMomentumState, Optimizer};
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{Device, Gradients, Tensor, TensorData};
 use headq::AttentionSite;
 use headq::Correction;
-use headq::basis::Basis;
+use headq::basis::{Basis, head_seed};
 use headq::correction::Parts;
 use headq::learn::{Loss, Sample};
 use headq::quant::{BaseQuantizer, clip_width};
@@ -20,10 +20,10 @@ use super::{SAMPLE_BYTES, Settings};
 use crate::{LabError, Observer};
 
 /// A training loss this many times the initial one has diverged.
-const DIVERGED: f64 = 100.0;
+pub const DIVERGED: f64 = 100.0;
 
 /// Losses below this are not told apart.
-const NO_LOSS: f64 = 1e-9;
+pub const NO_LOSS: f64 = 1e-9;
 
 /// Clip factors to begin with, of which each head takes the best.
 const INITIAL_CLIPS: [f32; 3] = [1.0, 0.9, 0.8];
@@ -64,7 +64,7 @@ impl Point {
             .filter_map(|(name, part)| Some((name, part?)))
     }
 
-    fn zeros_like(&self) -> Self {
+    pub fn zeros_like(&self) -> Self {
         let zeros = |x: &Vec<f32>| vec![0.0; x.len()];
         Self {
             decoder: zeros(&self.decoder),
@@ -88,7 +88,44 @@ impl Point {
         }
     }
 
-    fn is_finite(&self) -> bool {
+    /// The correction at this point, on the plain device or, to be trained, on its autodiff twin.
+    ///
+    /// `shape` is `[side_heads, head_dim, rank]`.
+    pub fn correction(&self, key: &KeyScheme, shape: [usize; 3], device: &Device) -> Correction {
+        let clip = [shape[0], 1, clip_width(key.side.map(|s| s.scales).unwrap_or_default(), shape[2])];
+        let tensor = |x: &Vec<f32>, shape: [usize; 3]| Tensor::from_data(TensorData::new(x.clone(), shape), device);
+        let parts = Parts {
+            decoder: tensor(&self.decoder, shape),
+            encoder: self.encoder.as_ref().map(|w| tensor(w, shape)),
+            clip: self.clip.as_ref().map(|c| tensor(c, clip)),
+        };
+        Correction::of(key, parts)
+    }
+
+    /// Points of all layers as one.
+    pub fn concat(points: &[Point]) -> Self {
+        let join = |part: &dyn Fn(&Point) -> Option<&Vec<f32>>| -> Option<Vec<f32>> {
+            points.iter().map(|p| part(p).cloned()).collect::<Option<Vec<_>>>().map(|all| all.concat())
+        };
+        Self {
+            decoder: join(&|p| Some(&p.decoder)).unwrap_or_default(),
+            encoder: join(&|p| p.encoder.as_ref()),
+            clip: join(&|p| p.clip.as_ref()),
+        }
+    }
+
+    /// The points of `layers` layers.
+    pub fn split(&self, layers: usize) -> Vec<Point> {
+        let part = |x: &Vec<f32>, i: usize| x[i * (x.len() / layers)..(i + 1) * (x.len() / layers)].to_vec();
+        let point = |i: usize| Point {
+            decoder: part(&self.decoder, i),
+            encoder: self.encoder.as_ref().map(|x| part(x, i)),
+            clip: self.clip.as_ref().map(|x| part(x, i)),
+        };
+        (0..layers).map(point).collect()
+    }
+
+    pub fn is_finite(&self) -> bool {
         self.parts().all(|(_, x)| x.iter().all(|v| v.is_finite()))
     }
 }
@@ -130,11 +167,17 @@ impl<'a> Progress<'a> {
     }
 
     /// Counts steps, also those that a layer that stops early, or goes on from a checkpoint, does not take.
-    fn advance(&self, steps: usize) {
+    pub fn advance(&self, steps: usize) {
         (0..steps).for_each(|_| self.0.step());
     }
 
-    fn show(&self, m: &Measurement) {
+    /// Whether to stop.
+    pub fn stops(&self) -> bool {
+        self.0.cancelled()
+    }
+
+    /// Says how training goes.
+    pub fn show(&self, m: &Measurement) {
         self.0.say(&format!("layer {}: loss {:.4}, held out {:.4}", m.layer, m.loss, m.held_out));
     }
 }
@@ -222,67 +265,25 @@ impl LayerTask<'_> {
         [basis.side_heads, basis.head_dim, basis.rank]
     }
 
-    /// The correction at a point, on the plain device or, to be trained, on its autodiff twin.
     fn correction(&self, point: &Point, device: &Device) -> Correction {
-        let shape @ [heads, _, rank] = self.shape();
-        let clip = [heads, 1, clip_width(self.key.side.map(|s| s.scales).unwrap_or_default(), rank)];
-        let tensor = |x: &Vec<f32>, shape: [usize; 3]| Tensor::from_data(TensorData::new(x.clone(), shape), device);
-        let parts = Parts {
-            decoder: tensor(&point.decoder, shape),
-            encoder: point.encoder.as_ref().map(|w| tensor(w, shape)),
-            clip: point.clip.as_ref().map(|c| tensor(c, clip)),
-        };
-        Correction::of(&self.key, parts)
-    }
-
-    /// A closed form as points of several clip factors; columns of U and W get equal norms, which changes no product UWᵀ.
-    fn initial(&self, basis: &Basis) -> Vec<Point> {
-        let [heads, d, rank] = self.shape();
-        let size = heads * d * rank;
-        let own = |all: &[f32]| all[self.layer * size..(self.layer + 1) * size].to_vec();
-        let mut decoder = own(&basis.decoder);
-        let mut encoder = basis.encoder.as_ref().map(|w| own(w));
-        if let Some(encoder) = &mut encoder {
-            for head in 0..heads {
-                for column in 0..rank {
-                    let at = |row: usize| (head * d + row) * rank + column;
-                    let norm = |x: &[f32]| (0..d).map(|row| f64::from(x[at(row)]).powi(2)).sum::<f64>().sqrt();
-                    let ratio = (norm(encoder) / norm(&decoder)).sqrt();
-                    if ratio.is_finite() && ratio > 0.0 {
-                        (0..d).for_each(|row| {
-                            decoder[at(row)] = (f64::from(decoder[at(row)]) * ratio) as f32;
-                            encoder[at(row)] = (f64::from(encoder[at(row)]) / ratio) as f32;
-                        });
-                    }
-                }
-            }
-        }
-        let encoder = (!self.settings.tied).then(|| encoder.unwrap_or_else(|| decoder.clone()));
-        let scales = self.key.side.map(|s| s.scales).unwrap_or_default();
-        if !self.settings.train_clip {
-            return vec![Point { decoder, encoder, clip: None }];
-        }
-        let clipped = |clip: f32| Point {
-            decoder: decoder.clone(),
-            encoder: encoder.clone(),
-            clip: Some(vec![clip; heads * clip_width(scales, rank)]),
-        };
-        INITIAL_CLIPS.map(clipped).to_vec()
+        point.correction(&self.key, self.shape(), device)
     }
 
     /// Where training begins: for each head the candidate of the least training loss.
     fn begin(&self, samples: &Samples) -> Checkpoint {
         let train = 0..self.train_windows();
-        let points: Vec<Point> = self.candidates.iter().flat_map(|b| self.initial(b)).collect();
+        let points: Vec<Point> =
+            self.candidates.iter().flat_map(|b| initial(&self.key, self.settings, b, self.layer)).collect();
         let losses: Vec<Vec<f64>> =
             points.iter().map(|p| samples.mean(train.clone(), &self.correction(p, &self.device))).collect();
         let heads = losses[0].len();
         let mut now = points[0].clone();
         let mut initial_train = 0.0;
         for head in 0..heads {
-            let best = (0..points.len()).fold(0, |best, i| if losses[i][head] < losses[best][head] { i } else { best });
+            let own: Vec<f64> = losses.iter().map(|of_heads| of_heads[head]).collect();
+            let best = (0..own.len()).fold(0, |best, i| if own[i] < own[best] { i } else { best });
             now.take_head(&points[best], head, heads);
-            initial_train += losses[best][head];
+            initial_train += own[best];
         }
         let held_out = self.train_windows()..self.windows.len();
         let nothing = Point { decoder: vec![0.0; now.decoder.len()], ..now.clone() };
@@ -342,34 +343,11 @@ impl LayerTask<'_> {
         Ok(c.into())
     }
 
-    /// Linear warm-up, then a cosine to zero.
-    fn learning_rate(&self, step: usize) -> f64 {
-        let s = self.settings;
-        if step < s.warmup {
-            return s.lr * (step + 1) as f64 / s.warmup as f64;
-        }
-        let share = (step - s.warmup) as f64 / (s.steps - s.warmup.min(s.steps - 1)) as f64;
-        s.lr * 0.5 * (1.0 + (std::f64::consts::PI * share).cos())
-    }
-
-    /// The windows of a step: each epoch is a permutation of its own.
-    fn batch(&self, step: usize) -> Vec<usize> {
-        let n = self.train_windows();
-        let at = |position: usize| {
-            let mut order: Vec<usize> = (0..n).collect();
-            let seed = headq::basis::head_seed(self.seed, self.layer, position / n);
-            order.shuffle(&mut ChaCha8Rng::seed_from_u64(seed));
-            order[position % n]
-        };
-        let batch = self.settings.batch.min(n);
-        (step * batch..(step + 1) * batch).map(at).collect()
-    }
-
     fn step(&self, samples: &Samples, c: &mut Checkpoint) -> Result<(), LabError> {
         let step = c.header.step;
         let fail = |reason: String| LabError::Training { layer: self.layer, step: step + 1, reason };
         let correction = self.correction(&c.now, &self.device.clone().autodiff());
-        let windows = self.batch(step);
+        let windows = batch(self.settings, self.train_windows(), head_seed(self.seed, self.layer, 0), step);
         let share = 1.0 / windows.len() as f64;
         let (mut loss, mut graph) = (0.0, None);
         for window in windows {
@@ -386,23 +364,8 @@ impl LayerTask<'_> {
             )));
         }
         let gradients = graph.ok_or_else(|| fail("no windows".into()))?.backward();
-        let parts = correction.parts();
-        let gradient = |x: &Tensor<3>| x.grad(&gradients).unwrap_or_else(|| x.clone().inner().zeros_like());
-        let mut adam = Adam { rate: self.learning_rate(step), time: step, optimizer: adamw() };
-        let decoder =
-            adam.update(&parts.decoder, gradient(&parts.decoder), &mut c.first.decoder, &mut c.second.decoder);
-        let mut optional = |x: &Option<Tensor<3>>, first: &mut Option<Vec<f32>>, second: &mut Option<Vec<f32>>| {
-            let (x, first, second) = (x.as_ref()?, first.as_mut()?, second.as_mut()?);
-            Some(adam.update(x, gradient(x), first, second))
-        };
-        let encoder = optional(&parts.encoder, &mut c.first.encoder, &mut c.second.encoder);
-        let clip = optional(&parts.clip, &mut c.first.clip, &mut c.second.clip);
-        let retracted = Correction::of(&self.key, Parts { decoder, encoder, clip }).retracted().parts();
-        c.now = Point {
-            decoder: host(retracted.decoder),
-            encoder: retracted.encoder.map(host),
-            clip: retracted.clip.map(host),
-        };
+        let rate = learning_rate(self.settings, step);
+        c.now = updated(&self.key, correction.parts(), &gradients, rate, step, (&mut c.first, &mut c.second));
         if !c.now.is_finite() {
             return Err(fail(format!("the parameters are not finite; lower the learning rate {}", self.settings.lr)));
         }
@@ -427,12 +390,90 @@ impl LayerTask<'_> {
         c.header.measurements.push(Measurement {
             layer: self.layer,
             step: c.header.step,
-            lr: self.learning_rate(c.header.step - 1),
+            lr: learning_rate(self.settings, c.header.step - 1),
             loss: sum / (count * heads) as f64,
             held_out: mean(&losses),
             best: mean(&c.header.best_loss),
         });
     }
+}
+
+/// A closed form as points of several clip factors; columns of U and W get equal norms, which changes no product UWᵀ.
+pub fn initial(key: &KeyScheme, settings: &Settings, basis: &Basis, layer: usize) -> Vec<Point> {
+    let (heads, d, rank) = (basis.side_heads, basis.head_dim, basis.rank);
+    let size = heads * d * rank;
+    let own = |all: &[f32]| all[layer * size..(layer + 1) * size].to_vec();
+    let mut decoder = own(&basis.decoder);
+    let mut encoder = basis.encoder.as_ref().map(|w| own(w));
+    if let Some(encoder) = &mut encoder {
+        balance(&mut decoder, encoder, [heads, d, rank]);
+    }
+    let encoder = (!settings.tied).then(|| encoder.unwrap_or_else(|| decoder.clone()));
+    if !settings.train_clip {
+        return vec![Point { decoder, encoder, clip: None }];
+    }
+    let width = clip_width(key.side.map(|s| s.scales).unwrap_or_default(), rank);
+    let clipped =
+        |clip: f32| Point { decoder: decoder.clone(), encoder: encoder.clone(), clip: Some(vec![clip; heads * width]) };
+    INITIAL_CLIPS.map(clipped).to_vec()
+}
+
+/// Gives each column of W the norm of the same column of U, which takes it up.
+fn balance(decoder: &mut [f32], encoder: &mut [f32], [heads, d, rank]: [usize; 3]) {
+    for (head, column) in (0..heads).flat_map(|head| (0..rank).map(move |column| (head, column))) {
+        let at = |row: usize| (head * d + row) * rank + column;
+        let norm = |x: &[f32]| (0..d).map(|row| f64::from(x[at(row)]).powi(2)).sum::<f64>().sqrt();
+        let ratio = (norm(encoder) / norm(decoder)).sqrt();
+        if ratio.is_finite() && ratio > 0.0 {
+            (0..d).for_each(|row| {
+                decoder[at(row)] = (f64::from(decoder[at(row)]) * ratio) as f32;
+                encoder[at(row)] = (f64::from(encoder[at(row)]) / ratio) as f32;
+            });
+        }
+    }
+}
+
+/// Learning rate of a step, from 0: linear warm-up, then a cosine to zero.
+pub fn learning_rate(settings: &Settings, step: usize) -> f64 {
+    let s = settings;
+    if step < s.warmup {
+        return s.lr * (step + 1) as f64 / s.warmup as f64;
+    }
+    let share = (step - s.warmup) as f64 / (s.steps - s.warmup.min(s.steps - 1)) as f64;
+    s.lr * 0.5 * (1.0 + (std::f64::consts::PI * share).cos())
+}
+
+/// The windows of a step, of `n`: each epoch is a permutation of its own.
+pub fn batch(settings: &Settings, n: usize, seed: u64, step: usize) -> Vec<usize> {
+    let at = |position: usize| {
+        let mut order: Vec<usize> = (0..n).collect();
+        order.shuffle(&mut ChaCha8Rng::seed_from_u64(head_seed(seed, 0, position / n)));
+        order[position % n]
+    };
+    let size = settings.batch.min(n);
+    (step * size..(step + 1) * size).map(at).collect()
+}
+
+/// The point after one step of AdamW and the correction's constraints; `moments` are read and written.
+pub fn updated(
+    key: &KeyScheme,
+    parts: Parts,
+    gradients: &Gradients,
+    rate: f64,
+    step: usize,
+    (first, second): (&mut Point, &mut Point),
+) -> Point {
+    let gradient = |x: &Tensor<3>| x.grad(gradients).unwrap_or_else(|| x.clone().inner().zeros_like());
+    let adam = Adam { rate, time: step, optimizer: adamw() };
+    let optional = |x: &Option<Tensor<3>>, first: &mut Option<Vec<f32>>, second: &mut Option<Vec<f32>>| {
+        let (x, first, second) = (x.as_ref()?, first.as_mut()?, second.as_mut()?);
+        Some(adam.update(x, gradient(x), first, second))
+    };
+    let decoder = adam.update(&parts.decoder, gradient(&parts.decoder), &mut first.decoder, &mut second.decoder);
+    let encoder = optional(&parts.encoder, &mut first.encoder, &mut second.encoder);
+    let clip = optional(&parts.clip, &mut first.clip, &mut second.clip);
+    let retracted = Correction::of(key, Parts { decoder, encoder, clip }).retracted().parts();
+    Point { decoder: host(retracted.decoder), encoder: retracted.encoder.map(host), clip: retracted.clip.map(host) }
 }
 
 fn host(x: Tensor<3>) -> Vec<f32> {
@@ -454,7 +495,7 @@ struct Adam {
 
 impl Adam {
     /// One step of a parameter; moments are read and written.
-    fn update(&mut self, x: &Tensor<3>, gradient: Tensor<3>, first: &mut Vec<f32>, second: &mut Vec<f32>) -> Tensor<3> {
+    fn update(&self, x: &Tensor<3>, gradient: Tensor<3>, first: &mut Vec<f32>, second: &mut Vec<f32>) -> Tensor<3> {
         let (x, device) = (x.clone().inner(), gradient.device());
         let shape = x.dims();
         let moment = |values: &Vec<f32>| Tensor::<3>::from_data(TensorData::new(values.clone(), shape), &device);
