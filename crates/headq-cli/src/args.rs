@@ -49,6 +49,7 @@ pub enum Command {
     Eval(Eval),
     Compare(Compare),
     Diagnose(Diagnose),
+    Finetune(Finetune),
     Report(Report),
     Run(Run),
     Suite(Suite),
@@ -336,6 +337,92 @@ pub struct Diagnose {
     pub threshold: Vec<String>,
     /// Folder of the run.
     #[arg(long, value_name = "RUN")]
+    pub out: PathBuf,
+}
+
+/// Train the basis of a scheme's side code with gradients, the model frozen.
+///
+/// Begins with a closed form and lowers a loss by AdamW, with straight-through gradients through
+/// the side quantizer:
+///   kl      attention KL, nats: what `headq eval` reports as KL
+///   fisher  its second-order form, nats
+///   score   variance of the score error over the coded keys, the closed forms' objective
+///   logits  KL of next-token distributions, nats, end to end: all layers together, much slower
+/// The first three are local to a layer: queries and keys are captured from the dense model, and each
+/// layer is trained on its own. Windows after the training windows are held out: they
+/// decide when to stop, and which parameters are kept of each head.
+///
+/// The result is a basis of the family learned, for schemes +learned(rank=…,bits=…) on the same
+/// base quantizer and with the same side bits. Interrupt it at will, or kill it: started again
+/// with the same arguments it goes on from its state folder (--state), to the same result.
+/// metrics.jsonl there has every measurement.
+///
+/// Example:
+///
+///   headq finetune checkpoints/headq-embedded \
+///     --text checkpoints/headq-embedded/calibration.txt --context 256 --windows 16 \
+///     --stats stats.safetensors --scheme 'kivi-2(g=32,r=32)+learned(rank=4,bits=3)' \
+///     --loss kl --train-clip --out learned.safetensors
+#[derive(Debug, Args)]
+#[command(verbatim_doc_comment)]
+pub struct Finetune {
+    /// Model folder or .gguf file.
+    pub model: PathBuf,
+    #[command(flatten)]
+    pub text: TextArgs,
+    /// Windows of each text that are held out, after those that are trained on.
+    #[arg(long, value_name = "W", default_value_t = 4)]
+    pub held_out: usize,
+    /// Statistics artifact to derive the initial basis from.
+    #[arg(long, value_name = "STATS")]
+    pub stats: PathBuf,
+    /// Scheme whose side code is trained.
+    #[arg(long, value_name = "S")]
+    pub scheme: String,
+    /// Loss: kl, fisher, score or logits.
+    #[arg(long, default_value = "kl")]
+    pub loss: String,
+    /// Family to begin with; `best` takes the best closed form of each head.
+    #[arg(long, value_name = "FAMILY", default_value = "best")]
+    pub init: String,
+    /// Optimizer steps for each layer [default: 300].
+    #[arg(long, value_name = "N", conflicts_with = "epochs")]
+    pub steps: Option<usize>,
+    /// The same as passes over the training windows.
+    #[arg(long, value_name = "N")]
+    pub epochs: Option<usize>,
+    /// Peak learning rate [default: 0.01]; columns of U and W have a norm near 1.
+    #[arg(long)]
+    pub lr: Option<f64>,
+    /// Steps of linear warm-up [default: 20]; a cosine to zero follows.
+    #[arg(long, value_name = "N")]
+    pub warmup: Option<usize>,
+    /// Windows in a step [default: 2].
+    #[arg(long, value_name = "N")]
+    pub batch: Option<usize>,
+    /// One orthonormal matrix for encoder and decoder.
+    #[arg(long, conflicts_with = "untied")]
+    pub tied: bool,
+    /// Encoder and decoder of their own, the default.
+    #[arg(long)]
+    pub untied: bool,
+    /// Learn clip factors of the side quantizer, too.
+    #[arg(long)]
+    pub train_clip: bool,
+    /// Steps between two measurements on held-out windows [default: 20].
+    #[arg(long, value_name = "N")]
+    pub measure_every: Option<usize>,
+    /// Measurements without a better head after which a layer stops [default: 6].
+    #[arg(long, value_name = "N")]
+    pub patience: Option<usize>,
+    /// Steps between two checkpoints [default: 100].
+    #[arg(long, value_name = "N")]
+    pub save_every: Option<usize>,
+    /// State folder instead of BASIS.state.
+    #[arg(long, value_name = "DIR")]
+    pub state: Option<PathBuf>,
+    /// Basis artifact to write.
+    #[arg(long, value_name = "BASIS")]
     pub out: PathBuf,
 }
 

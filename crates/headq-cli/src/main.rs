@@ -24,6 +24,7 @@ fn main() -> ExitCode {
         Command::Eval(args) => commands::eval::run(&context, args),
         Command::Compare(args) => commands::compare::run(&context, args),
         Command::Diagnose(args) => commands::diagnose::run(&context, args),
+        Command::Finetune(args) => commands::finetune::run(&context, args),
         Command::Report(args) => commands::report::run(&context, args),
         Command::Run(args) => commands::run::run(&context, args),
         Command::Suite(args) => commands::suite::run(&context, args),

@@ -34,7 +34,8 @@ pub fn catch_interrupts(quiet: bool) {
 /// Shows one bar at a time on standard error.
 pub struct Bars {
     quiet: bool,
-    bar: Mutex<Option<ProgressBar>>,
+    /// The bar, and what it counts.
+    bar: Mutex<Option<(ProgressBar, String)>>,
 }
 
 impl Bars {
@@ -49,7 +50,7 @@ impl Bars {
         }
     }
 
-    fn with(&self, f: impl FnOnce(&mut Option<ProgressBar>)) {
+    fn with(&self, f: impl FnOnce(&mut Option<(ProgressBar, String)>)) {
         // A panic while the lock is held could only have been in drawing; the bar is still usable.
         f(&mut self.bar.lock().unwrap_or_else(|e| e.into_inner()));
     }
@@ -57,19 +58,33 @@ impl Bars {
 
 impl Observer for Bars {
     fn begin(&self, what: &str, total: usize) {
+        self.begin_units(what, total, "windows");
+    }
+
+    fn begin_units(&self, what: &str, total: usize, unit: &str) {
         if self.quiet {
             return;
         }
-        let style = ProgressStyle::with_template("{msg:48} [{bar:24}] {pos}/{len} windows  {per_sec}  {eta} left");
+        let style = ProgressStyle::with_template(&format!(
+            "{{msg:48}} [{{bar:24}}] {{pos}}/{{len}} {unit}  {{per_sec}}  {{eta}} left  {{prefix}}"
+        ));
         let bar = ProgressBar::new(total as u64).with_message(what.to_string());
         bar.set_style(style.expect("the template is fixed").progress_chars("=> "));
         bar.tick();
-        self.with(|slot| *slot = Some(bar));
+        self.with(|slot| *slot = Some((bar, unit.to_string())));
+    }
+
+    fn say(&self, text: &str) {
+        self.with(|slot| {
+            if let Some((bar, _)) = slot {
+                bar.set_prefix(text.to_string());
+            }
+        });
     }
 
     fn step(&self) {
         self.with(|slot| {
-            if let Some(bar) = slot {
+            if let Some((bar, _)) = slot {
                 bar.inc(1);
             }
         });
@@ -77,10 +92,10 @@ impl Observer for Bars {
 
     fn end(&self) {
         self.with(|slot| {
-            if let Some(bar) = slot.take() {
-                let (what, windows, time) = (bar.message(), bar.position(), bar.elapsed());
+            if let Some((bar, unit)) = slot.take() {
+                let (what, count, time) = (bar.message(), bar.position(), bar.elapsed());
                 bar.finish_and_clear();
-                say(&format!("{what}: {windows} windows in {:.1} s", time.as_secs_f64()));
+                say(&format!("{what}: {count} {unit} in {:.1} s", time.as_secs_f64()));
             }
         });
     }

@@ -7,7 +7,8 @@
 //! | `statistics` | `q.count`, `q.sum`, `q.outer` | `[layers, heads]`, `[layers, heads, head_dim]`, `[layers, heads, head_dim, head_dim]` | i64, f64, f64 |
 //! | | `k.…`, `e.…`, `v.…` | the same with `kv_heads` | |
 //! | `basis` | `decoder` (U) | `[layers, side_heads, head_dim, rank]` | f32 |
-//! | | `encoder` (W), of families whose W differs from U: `score-optimal`, `learned` | as `decoder` | f32 |
+//! | | `encoder` (W), where W differs from U: `score-optimal`, `learned` unless tied | as `decoder` | f32 |
+//! | | `clip` (ρ), of `learned` with learned clip factors | `[layers, side_heads, rank]`, or `[layers, side_heads, 1]` with `scales=token` | f32 |
 //!
 //! q and k are post-RoPE; e = k − B_b(k) over whole groups of coded tokens; `count` is n, `sum` is Σx and `outer` is Σxxᵀ.
 //!
@@ -29,8 +30,9 @@
 use std::io::Write;
 use std::path::Path;
 
-use headq::basis::Basis;
-use headq::scheme::{Family, Scope};
+use headq::basis::{Basis, TrainedSide};
+use headq::quant::clip_width;
+use headq::scheme::{Family, Scope, SideScales};
 use headq::stats::{LayerStats, Moments};
 use headq_models::Fingerprint;
 use nalgebra::{DMatrix, DVector};
@@ -85,6 +87,19 @@ pub struct BasisHeader {
     /// Loss it was trained with; none for closed forms.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss: Option<String>,
+    /// Bits of the side codes that it was trained with, and belongs to; none for closed forms.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bits: Option<u32>,
+    /// What shares a scale among those side codes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scales: Option<String>,
+}
+
+impl BasisHeader {
+    /// Of a closed form.
+    pub fn derived(family: Family, rank: usize, scope: Scope, seed: u64) -> Self {
+        Self { family, rank, scope: scope.to_string(), seed, loss: None, bits: None, scales: None }
+    }
 }
 
 /// Calibration statistics with their header.
@@ -391,7 +406,7 @@ impl BasisArtifact {
         let basis = Basis::fit(&stats.layers, family, rank, scope, seed)?;
         let mut header = stats.header.clone();
         header.kind = "basis".into();
-        header.basis = Some(BasisHeader { family, rank, scope: scope.to_string(), seed, loss: None });
+        header.basis = Some(BasisHeader::derived(family, rank, scope, seed));
         Ok(Self { header, basis })
     }
 
@@ -406,6 +421,10 @@ impl BasisArtifact {
         let mut tensors = vec![("decoder".to_string(), Dtype::F32, shape.clone(), bytes(&b.decoder))];
         if let Some(encoder) = &b.encoder {
             tensors.push(("encoder".to_string(), Dtype::F32, shape, bytes(encoder)));
+        }
+        if let Some((trained, clip)) = b.trained.as_ref().and_then(|t| Some((t, t.clip.as_ref()?))) {
+            let shape = vec![b.layers, b.side_heads, clip_width(trained.scales, b.rank)];
+            tensors.push(("clip".to_string(), Dtype::F32, shape, bytes(clip)));
         }
         Tensors(tensors).write(path, &self.header)
     }
@@ -426,7 +445,19 @@ impl BasisArtifact {
         };
         let shape = [model.layers, side_heads, model.head_dim, about.rank];
         let decoder = file.floats("decoder", &shape)?;
-        let encoder = if about.family.tied() { None } else { Some(file.floats("encoder", &shape)?) };
+        let has = |name: &str| file.tensors.names().contains(&name);
+        let tied = about.family.tied() || (about.family == Family::Learned && !has("encoder"));
+        let encoder = if tied { None } else { Some(file.floats("encoder", &shape)?) };
+        let scales = about.scales.as_deref().map(|s| s.parse::<SideScales>());
+        let scales = scales.transpose().map_err(|e| artifact_error(path, format!("side scales {e}")))?;
+        let trained = match about.bits.zip(scales) {
+            None => None,
+            Some((bits, scales)) => {
+                let clip = [model.layers, side_heads, clip_width(scales, about.rank)];
+                let clip = has("clip").then(|| file.floats("clip", &clip)).transpose()?;
+                Some(TrainedSide { bits, scales, clip })
+            }
+        };
         let basis = Basis {
             family: about.family,
             scope,
@@ -436,6 +467,7 @@ impl BasisArtifact {
             rank: about.rank,
             decoder,
             encoder,
+            trained,
         };
         Ok(Self { header: file.header, basis })
     }

@@ -62,6 +62,16 @@ pub enum LabError {
     /// A report could not be made.
     #[error("{0}")]
     Report(String),
+    /// A layer cannot be trained.
+    #[error("training of layer {layer}, step {step}: {reason}")]
+    Training {
+        /// Layer, from 0.
+        layer: usize,
+        /// Optimizer step, from 1.
+        step: usize,
+        /// What happened and what to do.
+        reason: String,
+    },
     /// Some of a suite's runs failed.
     #[error("{failed} of {total} runs failed: {names}")]
     Suite {

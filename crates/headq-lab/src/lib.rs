@@ -7,6 +7,7 @@ mod device;
 pub mod diagnose;
 mod error;
 pub mod evaluate;
+pub mod finetune;
 pub mod memory;
 mod observe;
 pub mod report;

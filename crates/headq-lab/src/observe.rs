@@ -4,6 +4,15 @@
 pub trait Observer: Sync {
     /// Work named `what` begins, in `total` steps.
     fn begin(&self, what: &str, total: usize);
+    /// The same, in steps that are not windows but `unit`.
+    fn begin_units(&self, what: &str, total: usize, unit: &str) {
+        let _ = unit;
+        self.begin(what, total);
+    }
+    /// How the work is going, in a few words; replaces what was said before.
+    fn say(&self, text: &str) {
+        let _ = text;
+    }
     /// One step is done.
     fn step(&self);
     /// The work is done.

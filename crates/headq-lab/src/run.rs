@@ -11,13 +11,13 @@ use headq::scheme::{BaseScheme, Family, Scheme};
 use headq_models::{Fingerprint, LoadOptions, LoadedModel, ModelError, Tokenizer, load};
 use serde::{Deserialize, Serialize};
 
-use crate::artifact::{BasisArtifact, StatsArtifact, is_temporary, write_atomic};
+use crate::artifact::{BasisArtifact, BasisHeader, StatsArtifact, is_temporary, write_atomic};
 use crate::calibrate::check_base;
 use crate::compare::candidates::Asked;
 use crate::diagnose::thresholds::Thresholds;
 use crate::evaluate::{Evaluation, PartStore, PlannedScheme, Request, Sources};
 use crate::text::{WindowOptions, Windows, load_windows};
-use crate::{LabError, Observer, calibrate, parse_device};
+use crate::{LabError, Observer, calibrate, finetune, parse_device};
 
 /// A run's configuration, as TOML. Paths are relative to the file. `${NAME}` stands for an environment variable; a path that begins
 /// with one is relative to the folder that the program is started in.
@@ -40,6 +40,9 @@ pub struct RunConfig {
     /// Text to calibrate on; needed where a scheme has a side code and no basis file covers it. A diagnosis without it calibrates on
     /// windows of its own text that it does not measure on.
     pub calibrate: Option<TextConfig>,
+    /// How to train bases for schemes of the family `learned`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub finetune: Option<FinetuneConfig>,
     /// What to evaluate; this, `diagnose` or `compare`.
     pub eval: Option<EvalConfig>,
     /// What to diagnose.
@@ -113,6 +116,26 @@ pub struct TextConfig {
     pub context: usize,
     /// Windows of each text.
     pub windows: usize,
+}
+
+/// Text, windows and training.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct FinetuneConfig {
+    /// One file, or a list.
+    pub text: OneOrMany,
+    /// Use only the first so many characters of each.
+    pub max_chars: Option<usize>,
+    /// Tokens in a window.
+    pub context: usize,
+    /// Windows of each text to train on.
+    pub windows: usize,
+    /// Windows of each text that are held out, after those.
+    #[serde(default = "default_four")]
+    pub held_out: usize,
+    /// How.
+    #[serde(default)]
+    pub training: finetune::Settings,
 }
 
 /// Text, windows and schemes.
@@ -201,6 +224,9 @@ impl RunConfig {
             )));
         }
         config.check_sections().map_err(fail)?;
+        if let Some(finetune) = &config.finetune {
+            finetune.training.check().map_err(|e| fail(format!("finetune.training.{e}")))?;
+        }
         let folder = path.parent().unwrap_or(Path::new("")).to_owned();
         let resolve = |value: &mut String| -> Result<(), LabError> {
             let expanded = expand(value, &|name| std::env::var(name).ok()).map_err(fail)?;
@@ -215,6 +241,7 @@ impl RunConfig {
             config.diagnose.as_mut().map(|c| &mut c.text),
             config.compare.as_mut().map(|c| &mut c.text),
             config.calibrate.as_mut().map(|c| &mut c.text),
+            config.finetune.as_mut().map(|c| &mut c.text),
         ];
         for texts in texts.into_iter().flatten() {
             match texts {
@@ -521,8 +548,11 @@ pub fn run(
             &WindowOptions { max_chars: c.max_chars, context: c.context, windows: c.windows, add_bos: config.add_bos },
         )?,
     };
+    let training_texts =
+        config.finetune.as_ref().map(|f| training_windows(f, &tokenizer, config.add_bos)).transpose()?;
     let given = Sources::load::<String>(&[], &eval.basis, &loaded.fingerprint)?;
-    let needed = eval.context.max(config.calibrate.as_ref().map_or(0, |c| c.context));
+    let others = [config.calibrate.as_ref().map(|c| c.context), config.finetune.as_ref().map(|f| f.context)];
+    let needed = others.into_iter().flatten().fold(eval.context, usize::max);
     check_context(&loaded, needed)?;
     let bases = planned_calibrations(config, &schemes, &given, &loaded)?;
     announce(&loaded, needed);
@@ -530,11 +560,23 @@ pub fn run(
         program: crate::PROGRAM.into(),
         config: config.clone(),
         model: loaded.fingerprint.clone(),
-        texts: calibration_texts.iter().chain(&eval_texts).map(|t| t.text.clone()).collect(),
+        texts: calibration_texts
+            .iter()
+            .chain(training_texts.iter().flat_map(|(train, held_out)| train.iter().chain(held_out)))
+            .chain(&eval_texts)
+            .map(|t| t.text.clone())
+            .collect(),
         bases: eval.basis.iter().map(|b| file_sha256(Path::new(b))).collect::<Result<_, _>>()?,
     };
     let (folder, _lock) = Folder::open(&options.out, &manifest)?;
-    let sources = calibrated(config, bases, given, &loaded, &calibration_texts, &folder, options, observer)?;
+    let mut sources = calibrated(config, bases, given, &loaded, &calibration_texts, &folder, options, observer)?;
+    if let (Some(finetune), Some((train, held_out))) = (&config.finetune, &training_texts) {
+        for scheme in open_learned(&schemes, &sources, &loaded, config.seed) {
+            let request = Training { config, finetune, train, held_out, scheme, threads: options.threads };
+            let learned = request.run(&loaded, &sources, &folder, observer)?;
+            sources.bases.push(learned);
+        }
+    }
     let planned = sources.plan_all(&eval.schemes, loaded.config(), config.seed)?;
     crate::compare::warn_of_seen(&eval_texts, &sources)?;
     keep_bases(&planned, &sources, &folder, config.seed)?;
@@ -555,6 +597,77 @@ pub fn run(
     evaluation.command = Some(options.command.clone());
     write_json(&folder.0.join("report.json"), &evaluation)?;
     Ok(evaluation)
+}
+
+/// Texts to train on, and what is held out of them.
+fn training_windows(
+    finetune: &FinetuneConfig,
+    tokenizer: &Tokenizer,
+    add_bos: bool,
+) -> Result<(Vec<Windows>, Vec<Windows>), LabError> {
+    let options = WindowOptions {
+        max_chars: finetune.max_chars,
+        context: finetune.context,
+        windows: finetune.windows + finetune.held_out,
+        add_bos,
+    };
+    Ok(windows(&finetune.text, tokenizer, &options)?.into_iter().map(|w| w.split(finetune.windows)).unzip())
+}
+
+/// Schemes of the family `learned` that no basis serves yet, one for each basis that they need.
+fn open_learned(schemes: &[Scheme], sources: &Sources, loaded: &LoadedModel, seed: u64) -> Vec<Scheme> {
+    let mut open: Vec<Scheme> = Vec::new();
+    for scheme in schemes.iter().filter(|s| s.side().is_some_and(|side| side.family == Family::Learned)) {
+        let keys = Scheme { value: None, ..*scheme };
+        if !open.contains(&keys) && sources.plan(&keys.to_string(), loaded.config(), seed).is_err() {
+            open.push(keys);
+        }
+    }
+    open
+}
+
+/// One basis to be trained for a run.
+struct Training<'a> {
+    config: &'a RunConfig,
+    finetune: &'a FinetuneConfig,
+    train: &'a [Windows],
+    held_out: &'a [Windows],
+    scheme: Scheme,
+    threads: usize,
+}
+
+impl Training<'_> {
+    /// Trains and keeps the basis in the run's folder, with its state beside it.
+    fn run(
+        &self,
+        loaded: &LoadedModel,
+        sources: &Sources,
+        folder: &Folder,
+        observer: &dyn Observer,
+    ) -> Result<(PathBuf, BasisArtifact), LabError> {
+        let serves = sources.stats.iter().find(|(_, stats)| finetune::check_scheme(&self.scheme, stats).is_ok());
+        let (_, stats) = serves.ok_or_else(|| {
+            let reason = format!("scheme '{}': no statistics of its base quantizer to begin with", self.scheme);
+            LabError::Usage(reason)
+        })?;
+        let request = finetune::Request {
+            model: &loaded.model,
+            fingerprint: &loaded.fingerprint,
+            train: self.train,
+            held_out: self.held_out,
+            add_bos: self.config.add_bos,
+            stats,
+            scheme: self.scheme,
+            settings: &self.finetune.training,
+            seed: self.config.seed,
+            threads: self.threads,
+        };
+        let name = slug(&self.scheme.to_string());
+        let made = request.run(&folder.0.join(format!("finetune-{name}")), observer)?;
+        let path = folder.0.join(format!("basis-{name}.safetensors"));
+        made.artifact.save(&path)?;
+        Ok((path, made.artifact))
+    }
 }
 
 pub(crate) fn file_sha256(path: &Path) -> Result<String, LabError> {
@@ -592,9 +705,10 @@ fn planned_calibrations(
     let covered = |s: &Scheme| given.plan(&s.to_string(), loaded.config(), config.seed).is_ok();
     let calibrated = |s: &Scheme| s.key.is_some_and(|key| key.side.is_some() || key.base.is_static());
     let open: Vec<Scheme> = schemes.iter().copied().filter(|s| calibrated(s) && !covered(s)).collect();
-    if let Some(scheme) = open.iter().find(|s| s.side().is_some_and(|side| side.family == Family::Learned)) {
+    let learned = |s: &&Scheme| s.side().is_some_and(|side| side.family == Family::Learned);
+    if let Some(scheme) = open.iter().find(learned).filter(|_| config.finetune.is_none()) {
         return Err(LabError::Usage(format!(
-            "scheme '{scheme}': a learned basis is trained, not calibrated; name its file in eval.basis"
+            "scheme '{scheme}': a learned basis is trained, not calibrated; add a section [finetune], or name its file in eval.basis"
         )));
     }
     let bases = bases_to_calibrate(&open);
@@ -678,13 +792,7 @@ pub(crate) fn keep_bases(
             artifact.header.base = base.to_string();
         }
         artifact.header.kind = "basis".into();
-        artifact.header.basis = Some(crate::artifact::BasisHeader {
-            family: side.family,
-            rank: side.rank,
-            scope: side.scope.to_string(),
-            seed,
-            loss: None,
-        });
+        artifact.header.basis = Some(BasisHeader::derived(side.family, side.rank, side.scope, seed));
         artifact.save(&path)?;
     }
     Ok(())

@@ -237,31 +237,67 @@ impl LanguageModel {
         observe: &mut dyn FnMut(Tensor<3>),
     ) -> Tensor<3> {
         let [batch, tokens] = ids.dims();
-        let width = self.config.hidden_size;
-        let unflatten = |x: Tensor<2>| x.reshape([batch, tokens, width]);
-        let mut x = self.embedding.forward(ids);
-        if let Some(positions) = &self.positions {
-            x = x + positions.weight.val().narrow(0, start, tokens).unsqueeze();
+        let mut x = self.embed(ids, start);
+        let pass = self.pass(batch, tokens, start, &x.device());
+        for layer in 0..self.blocks.len() {
+            observe(x.clone());
+            x = self.block(layer, x, &pass, attention);
         }
+        self.finish(x)
+    }
+
+    /// What the first layer is given.
+    ///
+    /// # Shapes
+    /// - `ids`: `[batch, tokens]`, at positions `start .. start + tokens`
+    /// - returns `[batch, tokens, hidden]`
+    pub fn embed(&self, ids: Tensor<2, Int>, start: usize) -> Tensor<3> {
+        let tokens = ids.dims()[1];
+        let x = self.embedding.forward(ids);
+        match &self.positions {
+            Some(positions) => x + positions.weight.val().narrow(0, start, tokens).unsqueeze(),
+            None => x,
+        }
+    }
+
+    /// One layer: [`embed`](Self::embed), every layer in turn and [`finish`](Self::finish) are [`hidden`](Self::hidden).
+    ///
+    /// # Shapes
+    /// - `x`: `[batch, tokens, hidden]`, in and out, at positions `start .. start + tokens`
+    pub fn layer(&self, layer: usize, x: Tensor<3>, start: usize, attention: &mut dyn Attention) -> Tensor<3> {
+        let [batch, tokens, _] = x.dims();
+        let pass = self.pass(batch, tokens, start, &self.device());
+        self.block(layer, x, &pass, attention)
+    }
+
+    /// The last normalisation.
+    pub fn finish(&self, x: Tensor<3>) -> Tensor<3> {
+        let shape @ [batch, tokens, width] = x.dims();
+        self.norm.forward(x.reshape([batch * tokens, width])).reshape(shape)
+    }
+
+    fn pass(&self, batch: usize, tokens: usize, start: usize, device: &Device) -> Pass {
         let rope = (!self.inverse_frequencies.is_empty())
-            .then(|| RopeTable::new(&self.inverse_frequencies, start, tokens, &x.device()));
-        let pass = Pass { batch, tokens, start, rope };
-        // Two dimensions from here on: linear layers are then single matrix products.
-        let mut x = x.reshape([batch * tokens, width]);
-        for (layer, block) in self.blocks.iter().enumerate() {
-            observe(unflatten(x.clone()));
-            let normed = block.attention_norm.forward(x.clone());
-            let attended = self.attend(block, layer, normed, &pass, attention);
-            x = if self.config.parallel_residual {
-                let mlp = self.mlp(block, block.mlp_norm.forward(x.clone()));
-                x + attended + mlp
-            } else {
-                let x = x + attended;
-                let mlp = self.mlp(block, block.mlp_norm.forward(x.clone()));
-                x + mlp
-            };
-        }
-        unflatten(self.norm.forward(x))
+            .then(|| RopeTable::new(&self.inverse_frequencies, start, tokens, device));
+        Pass { batch, tokens, start, rope }
+    }
+
+    fn block(&self, layer: usize, x: Tensor<3>, pass: &Pass, attention: &mut dyn Attention) -> Tensor<3> {
+        let shape @ [batch, tokens, width] = x.dims();
+        let block = &self.blocks[layer];
+        // Two dimensions: linear layers are then single matrix products.
+        let x = x.reshape([batch * tokens, width]);
+        let normed = block.attention_norm.forward(x.clone());
+        let attended = self.attend(block, layer, normed, pass, attention);
+        let x = if self.config.parallel_residual {
+            let mlp = self.mlp(block, block.mlp_norm.forward(x.clone()));
+            x + attended + mlp
+        } else {
+            let x = x + attended;
+            let mlp = self.mlp(block, block.mlp_norm.forward(x.clone()));
+            x + mlp
+        };
+        x.reshape(shape)
     }
 
     fn attend(

@@ -162,11 +162,7 @@ impl LayerState {
     pub(crate) fn append(&mut self, module: &HeadqAttention, k: Tensor<4>, v: Tensor<4>) {
         let key_flush = module.key_flush();
         self.keys.append(module.shift_keys(k), key_flush);
-        let code_keys = |x, _| {
-            let key = module.scheme.key.as_ref().expect("only coded keys flush");
-            module.code_keys(key, x)
-        };
-        self.keys.code_up_to(self.keys.len, key_flush, code_keys, CodedKeys::cat);
+        self.keys.code_up_to(self.keys.len, key_flush, |x, _| module.code_keys(x), CodedKeys::cat);
         self.values.append(v, module.value_flush());
         if !module.weighs_values() {
             self.code_values(module, self.values.len);

@@ -11,7 +11,8 @@ use rand_distr::StandardNormal;
 use rayon::prelude::*;
 
 use crate::Error;
-use crate::scheme::{Family, Scope, SideScheme};
+use crate::quant::clip_width;
+use crate::scheme::{Family, Scope, SideScales, SideScheme};
 use crate::stats::{LayerStats, Moments};
 
 /// Eigenvalues of C_q are floored at this share of the largest before C_q^{−½} is formed.
@@ -36,6 +37,19 @@ pub struct Basis {
     pub decoder: Vec<f32>,
     /// W, as `decoder`; `None` where W = U (orthonormal).
     pub encoder: Option<Vec<f32>>,
+    /// Side quantizer that a `learned` basis was trained with, and belongs to.
+    pub trained: Option<TrainedSide>,
+}
+
+/// The side quantizer that a basis was trained with.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TrainedSide {
+    /// Bits of a side code.
+    pub bits: u32,
+    /// What shares a scale and a zero.
+    pub scales: SideScales,
+    /// Clip factors ρ ([`crate::quant::side_read_back`]): `[layers, side_heads, clip_width]`, row-major; `None` is 1 throughout.
+    pub clip: Option<Vec<f32>>,
 }
 
 impl Basis {
@@ -84,7 +98,44 @@ impl Basis {
             rank,
             decoder: flat(&|f| &f.decoder),
             encoder: (!family.tied()).then(|| flat(&|f| f.encoder.as_ref().unwrap_or(&f.decoder))),
+            trained: None,
         })
+    }
+
+    /// The same corrections UWᵀ in coefficients that lose less to equal bits: of each head, [`equalize`].
+    ///
+    /// # Errors
+    /// [`Error::Basis`] if the statistics have another shape, or are not finite.
+    pub fn equalized(&self, stats: &[LayerStats]) -> Result<Self, Error> {
+        let fail = |reason: &str| Error::Basis { family: self.family.to_string(), reason: reason.into() };
+        if stats.len() != self.layers || stats.iter().any(|l| l.k[0].sum.len() != self.head_dim) {
+            return Err(fail("the statistics are of another shape"));
+        }
+        if !stats.iter().all(LayerStats::is_finite) {
+            return Err(fail("the statistics are not finite"));
+        }
+        let size = self.head_dim * self.rank;
+        let encoder = self.encoder.as_ref().unwrap_or(&self.decoder);
+        let fitted: Vec<HeadBasis> = (0..self.layers * self.side_heads)
+            .into_par_iter()
+            .map(|i| {
+                let (layer, head) = (&stats[i / self.side_heads], i % self.side_heads);
+                let (q, kv_head) = match self.scope {
+                    Scope::KvHead => (layer.pooled_queries(head), head),
+                    Scope::QueryHead => (layer.q[head].clone(), head / (layer.q.len() / layer.k.len())),
+                };
+                let matrix = |x: &[f32]| {
+                    let own = x[i * size..(i + 1) * size].iter().map(|&v| f64::from(v));
+                    DMatrix::from_row_iterator(self.head_dim, self.rank, own)
+                };
+                equalize(&matrix(&self.decoder), &matrix(encoder), &q.second(), &layer.e[kv_head].covariance())
+            })
+            .collect();
+        let flat = |pick: &dyn Fn(&HeadBasis) -> &DMatrix<f64>| -> Vec<f32> {
+            fitted.iter().flat_map(|f| pick(f).transpose().iter().map(|&v| v as f32).collect::<Vec<_>>()).collect()
+        };
+        let encoder = Some(flat(&|f| f.encoder.as_ref().unwrap_or(&f.decoder)));
+        Ok(Self { decoder: flat(&|f| &f.decoder), encoder, ..self.clone() })
     }
 
     /// Checks the basis against a scheme and a model's shape.
@@ -103,10 +154,14 @@ impl Basis {
             Scope::KvHead => kv_heads,
             Scope::QueryHead => heads,
         };
+        let bits = self.trained.as_ref().map_or(side.bits, |t| t.bits);
+        let scales = self.trained.as_ref().map_or(side.scales, |t| t.scales);
         let pairs = [
             ("family", self.family.to_string(), side.family.to_string()),
             ("rank", self.rank.to_string(), side.rank.to_string()),
             ("scope", self.scope.to_string(), side.scope.to_string()),
+            ("side bits", bits.to_string(), side.bits.to_string()),
+            ("side scales", scales.to_string(), side.scales.to_string()),
             ("layers", self.layers.to_string(), layers.to_string()),
             ("heads", self.side_heads.to_string(), side_heads.to_string()),
             ("head width", self.head_dim.to_string(), head_dim.to_string()),
@@ -133,6 +188,15 @@ impl Basis {
     /// W of one layer: `[side_heads, head_dim, rank]`.
     pub fn encoder_of(&self, layer: usize) -> TensorData {
         self.layer(self.encoder.as_ref().unwrap_or(&self.decoder), layer)
+    }
+
+    /// ρ of one layer: `[side_heads, 1, clip_width]`; `None` where no clip factors were learned.
+    pub fn clip_of(&self, layer: usize) -> Option<TensorData> {
+        let trained = self.trained.as_ref()?;
+        let width = clip_width(trained.scales, self.rank);
+        let size = self.side_heads * width;
+        let factors = trained.clip.as_ref()?[layer * size..(layer + 1) * size].to_vec();
+        Some(TensorData::new(factors, [self.side_heads, 1, width]))
     }
 
     fn layer(&self, all: &[f32], layer: usize) -> TensorData {
@@ -225,6 +289,52 @@ fn score_optimal(c_q: DMatrix<f64>, c_e: DMatrix<f64>, rank: usize) -> Result<He
     let inverse_half = &vectors * DMatrix::from_diagonal(&roots.map(|v| 1.0 / v)) * vectors.transpose();
     let top = top_eigenvectors(crate::stats::symmetric(&half * c_e * &half), rank);
     Ok(HeadBasis { decoder: inverse_half * &top, encoder: Some(half * top) })
+}
+
+/// Encoder W Aᵀ and decoder U A⁻¹ of the same correction, with the A that makes r coefficients of equal bits lose least.
+///
+/// A quantizer with ranges from the data has an error in proportion to the variance of what it quantizes, so that the expected squared
+/// score error it adds is Σ_i (A S Aᵀ)_ii (A⁻ᵀ M A⁻¹)_ii times a constant, S = WᵀC_eW and M = UᵀC_qU. With M = LLᵀ and
+/// LᵀSL = VΛVᵀ it is least, (Σ_i √λ_i)²/r, for A = Q Λ^{−¼} Vᵀ Lᵀ where the rotation Q makes the diagonal of Q Λ^{½} Qᵀ constant;
+/// the principal components themselves, A = VᵀLᵀ, lose Σ_i λ_i. Where a coefficient has no variance or no effect, nothing changes.
+pub fn equalize(decoder: &DMatrix<f64>, encoder: &DMatrix<f64>, c_q: &DMatrix<f64>, c_e: &DMatrix<f64>) -> HeadBasis {
+    let unchanged = || HeadBasis { decoder: decoder.clone(), encoder: Some(encoder.clone()) };
+    let metric = crate::stats::symmetric(decoder.transpose() * c_q * decoder);
+    let Some(root) = metric.cholesky().map(|c| c.l()) else { return unchanged() };
+    let spread = crate::stats::symmetric(root.transpose() * (encoder.transpose() * c_e * encoder) * &root);
+    let (values, vectors) = descending_eigen(spread);
+    if values.iter().any(|v| v.is_nan() || *v <= values[0] * 1e-12) {
+        return unchanged();
+    }
+    let rotation = constant_diagonal(DMatrix::from_diagonal(&values.map(f64::sqrt)));
+    let a = rotation * DMatrix::from_diagonal(&values.map(|v| v.powf(-0.25))) * vectors.transpose() * root.transpose();
+    match a.clone().try_inverse() {
+        Some(inverse) => HeadBasis { decoder: decoder * inverse, encoder: Some(encoder * a.transpose()) },
+        None => unchanged(),
+    }
+}
+
+/// A rotation Q with a constant diagonal of Q X Qᵀ: each plane rotation brings one more element to the mean (Schur–Horn).
+fn constant_diagonal(mut x: DMatrix<f64>) -> DMatrix<f64> {
+    let n = x.nrows();
+    let mean = x.trace() / n as f64;
+    let mut rotation = DMatrix::identity(n, n);
+    for _ in 1..n {
+        let diagonal = x.diagonal();
+        let (i, j) = (diagonal.imax(), diagonal.imin());
+        let (high, low, b) = (x[(i, i)] - mean, x[(j, j)] - mean, x[(i, j)]);
+        if high <= mean * 1e-12 || low >= 0.0 {
+            break;
+        }
+        // high·cos² + 2b·cos·sin + low·sin² = 0
+        let tan = (-b - (b * b - high * low).sqrt()) / low;
+        let (cos, sin) = (1.0 / tan.hypot(1.0), tan / tan.hypot(1.0));
+        let mut plane = DMatrix::identity(n, n);
+        (plane[(i, i)], plane[(i, j)], plane[(j, i)], plane[(j, j)]) = (cos, sin, -sin, cos);
+        x = &plane * x * plane.transpose();
+        rotation = plane * rotation;
+    }
+    rotation
 }
 
 /// A Haar-random orthonormal `[width, rank]`: QR of a Gaussian matrix with the signs of R's diagonal made positive.
@@ -323,6 +433,35 @@ mod tests {
             (share(&fit_head(Family::ScoreOptimal, 8, &q, &e, 0).unwrap()) - 1.0).abs() < 1e-9,
             "full rank removes all"
         );
+    }
+
+    #[test]
+    fn equalized_coefficients_are_the_same_correction_with_less_quantization_error() {
+        let (q, e) = (moments(1, 8, 0.5), moments(2, 8, 0.1));
+        let (c_q, c_e) = (q.second(), e.covariance());
+        for rank in [1, 3, 4] {
+            for family in [Family::ScoreOptimal, Family::QueryPca] {
+                let basis = fit_head(family, rank, &q, &e, 0).unwrap();
+                let (u, w) = (&basis.decoder, basis.encoder.as_ref().unwrap_or(&basis.decoder));
+                let made = equalize(u, w, &c_q, &c_e);
+                let (u_made, w_made) = (&made.decoder, made.encoder.as_ref().unwrap());
+                assert!((u_made * w_made.transpose() - u * w.transpose()).norm() < 1e-9, "the correction is the same");
+                let loss = |u: &DMatrix<f64>, w: &DMatrix<f64>| {
+                    let (m, s) = (u.transpose() * &c_q * u, w.transpose() * &c_e * w);
+                    (0..rank).map(|i| m[(i, i)] * s[(i, i)]).sum::<f64>()
+                };
+                let root = (u.transpose() * &c_q * u).cholesky().unwrap().l();
+                let (values, _) = descending_eigen(root.transpose() * (w.transpose() * &c_e * w) * &root);
+                let least = values.map(f64::sqrt).sum().powi(2) / rank as f64;
+                assert!((loss(u_made, w_made) / least - 1.0).abs() < 1e-9);
+                // No change of coefficients near it is better.
+                for seed in 0..50 {
+                    let near = DMatrix::identity(rank, rank) + haar(rank, rank, seed) * 1e-2;
+                    let inverse = near.clone().try_inverse().unwrap();
+                    assert!(loss(&(u_made * inverse), &(w_made * near.transpose())) > least * (1.0 - 1e-9));
+                }
+            }
+        }
     }
 
     #[test]

@@ -1,12 +1,13 @@
 //! One layer's codec: base and side codes of whole groups, and what the cache reads them as.
 
-use burn::module::{Module, Param};
+use burn::module::Module;
 use burn::tensor::{Bool, Device, Tensor, TensorData};
 
 use crate::basis::Basis;
+use crate::correction::Correction;
 use crate::policy::{self, Place};
-use crate::quant::{BaseQuantizer, side_read_back};
-use crate::scheme::{Flush, KeyScheme, Policy, Scheme};
+use crate::quant::BaseQuantizer;
+use crate::scheme::{Flush, Policy, Scheme};
 use crate::stats::KeyStatistics;
 
 /// Keys as read from codes: the base reconstruction and the side code, never summed (E9).
@@ -18,13 +19,11 @@ pub struct CodedKeys {
     pub side: Option<Tensor<4>>,
 }
 
-/// The HeadQ codec and attention of one layer, as a Burn module: its parameters are the basis.
+/// The HeadQ codec and attention of one layer, as a Burn module: its parameters are those of the correction.
 #[derive(Module, Debug)]
 pub struct HeadqAttention {
-    /// W: `[side_heads, head_dim, rank]`; `None` where W = U.
-    pub(crate) encoder: Option<Param<Tensor<3>>>,
-    /// U: `[side_heads, head_dim, rank]`; `None` where the scheme has no side code.
-    pub(crate) decoder: Option<Param<Tensor<3>>>,
+    /// `None` where the scheme has no side code.
+    pub(crate) correction: Option<Correction>,
     /// B_b; `None` where keys are dense.
     pub(crate) base: Option<BaseQuantizer>,
     #[module(skip)]
@@ -58,19 +57,25 @@ impl HeadqAttention {
             Some(keys) => BaseQuantizer::calibrated(key.base, keys, layer, device),
             None => BaseQuantizer::new(key.base),
         });
-        let Some(side) = scheme.side() else {
-            return Self { encoder: None, decoder: None, base, scheme, layer };
-        };
-        let basis = basis.expect("a scheme with a side code comes with a basis");
-        assert_eq!(basis.rank, side.rank, "the basis has the rank that the scheme names");
-        let param = |x: TensorData| Param::from_tensor(Tensor::<3>::from_data(x, device));
-        Self {
-            encoder: (!basis.is_tied()).then(|| param(basis.encoder_of(layer))),
-            decoder: Some(param(basis.decoder_of(layer))),
-            base,
-            scheme,
-            layer,
-        }
+        let correction = scheme.key.filter(|key| key.side.is_some()).map(|key| {
+            let basis = basis.expect("a scheme with a side code comes with a basis");
+            Correction::new(&key, basis, layer, device)
+        });
+        Self { correction, base, scheme, layer }
+    }
+
+    /// The trainable part; `None` without a side code.
+    pub fn correction(&self) -> Option<&Correction> {
+        self.correction.as_ref()
+    }
+
+    /// The same codec with another correction.
+    ///
+    /// # Panics
+    /// If the scheme has no side code.
+    pub fn with_correction(self, correction: Correction) -> Self {
+        assert!(self.correction.is_some(), "{} has no side code", self.scheme);
+        Self { correction: Some(correction), ..self }
     }
 
     /// The scheme that this module follows.
@@ -80,7 +85,7 @@ impl HeadqAttention {
 
     /// U as a tensor of the current graph: `[side_heads, head_dim, rank]`; `None` without a side code.
     pub fn decoder(&self) -> Option<Tensor<3>> {
-        self.decoder.as_ref().map(|u| u.val())
+        self.correction.as_ref().map(Correction::decoder)
     }
 
     /// When keys are coded; `None` if they are dense.
@@ -108,26 +113,11 @@ impl HeadqAttention {
     ///
     /// # Shapes
     /// - `keys`: `[batch, kv_heads, groups · G, head_dim]`, as [`HeadqAttention::shift_keys`] returns them
-    pub fn code_keys(&self, key: &KeyScheme, keys: Tensor<4>) -> CodedKeys {
+    pub fn code_keys(&self, keys: Tensor<4>) -> CodedKeys {
         // Under autodiff the base code passes gradients straight through, so that inside its range e has none.
         let base = self.base.as_ref().expect("coded keys have a base quantizer").read_back(keys.clone());
-        let side = key.side.as_ref().map(|side| {
-            let decoder = self.decoder.as_ref().expect("a side code has a decoder").val();
-            let encoder = self.encoder.as_ref().map_or(decoder, |e| e.val());
-            let z = self.project(keys - base.clone(), encoder, key.base.flush.group);
-            side_read_back(side, key.base.flush.group, key.base.meta, z).mul_scalar(side.sign.factor())
-        });
+        let side = self.correction.as_ref().map(|c| c.code(keys - base.clone()));
         CodedKeys { base, side }
-    }
-
-    /// z = Wᵀe, one product for each group, so that a group's codes do not depend on how many groups are coded together.
-    fn project(&self, e: Tensor<4>, encoder: Tensor<3>, group: usize) -> Tensor<4> {
-        let [b, kv, n, d] = e.dims();
-        let [side_heads, _, r] = encoder.dims();
-        let e = crate::seam::repeat_kv(e, side_heads / kv);
-        let e = e.reshape([b, side_heads, n / group, group, d]);
-        let w = encoder.reshape([1, side_heads, 1, d, r]).expand([b, side_heads, n / group, d, r]);
-        e.matmul(w).reshape([b, side_heads, n, r])
     }
 
     /// Codes whole groups of values and reads them back.
@@ -155,23 +145,13 @@ impl HeadqAttention {
     /// U ẑ of coded keys, `[batch, kv_heads, tokens, head_dim]`: for E4 of what base and side code stand for, never for scores.
     /// `None` without a side code or where each query head has one of its own.
     pub(crate) fn decode_side(&self, keys: &CodedKeys) -> Option<Tensor<4>> {
-        let (decoder, side) = (self.decoder.as_ref()?.val(), keys.side.clone()?);
-        let ([side_heads, d, r], [b, _, n, _]) = (decoder.dims(), side.dims());
-        let u = decoder.swap_dims(1, 2).reshape([1, side_heads, r, d]).expand([b, side_heads, r, d]);
-        (keys.base.dims()[1] == side_heads).then(|| side.matmul(u).reshape([b, side_heads, n, d]))
+        let (correction, side) = (self.correction.as_ref()?, keys.side.clone()?);
+        (keys.base.dims()[1] == side.dims()[1]).then(|| correction.decode(side))
     }
 
-    /// q U, grouped like the side codes that it meets.
-    ///
-    /// # Shapes
-    /// - `q`: `[batch, kv_heads, groups · new, head_dim]`, the query heads of a KV head one after the other
-    /// - returns `[batch, side_heads, (heads / side_heads) · new, rank]`
+    /// q U, grouped like the side codes that it meets: [`Correction::project_queries`].
     pub(crate) fn project_queries(&self, q: &Tensor<4>) -> Option<Tensor<4>> {
-        let decoder = self.decoder.as_ref()?.val();
-        let [side_heads, d, r] = decoder.dims();
-        let [b, kv, rows, _] = q.dims();
-        let q = q.clone().reshape([b, side_heads, kv * rows / side_heads, d]);
-        Some(q.matmul(decoder.reshape([1, side_heads, d, r]).expand([b, side_heads, d, r])))
+        self.correction.as_ref().map(|c| c.project_queries(q))
     }
 }
 

@@ -118,14 +118,14 @@ fn row_max(row: &[f32]) -> f32 {
 
 /// Σ over i of each of N terms, in fixed lanes.
 #[inline(always)]
-fn lane_sums<const N: usize>(p: &[f32], x: &[f32], term: impl Fn(f64, f64) -> [f64; N]) -> [f64; N] {
+fn lane_sums<const N: usize, X: Copy + Into<f64>>(p: &[f32], x: &[X], term: impl Fn(f64, f64) -> [f64; N]) -> [f64; N] {
     let mut lanes = [[0.0f64; LANES]; N];
     let n = p.len().min(x.len());
     let (p, x) = (&p[..n], &x[..n]);
     let whole = n / LANES * LANES;
     for (p, x) in p[..whole].chunks_exact(LANES).zip(x[..whole].chunks_exact(LANES)) {
         for i in 0..LANES {
-            let terms = term(f64::from(p[i]), f64::from(x[i]));
+            let terms = term(f64::from(p[i]), x[i].into());
             for k in 0..N {
                 lanes[k][i] += terms[k];
             }
@@ -133,7 +133,7 @@ fn lane_sums<const N: usize>(p: &[f32], x: &[f32], term: impl Fn(f64, f64) -> [f
     }
     let mut sums = lanes.map(|l| l.iter().sum::<f64>());
     for i in whole..n {
-        let terms = term(f64::from(p[i]), f64::from(x[i]));
+        let terms = term(f64::from(p[i]), x[i].into());
         for k in 0..N {
             sums[k] += terms[k];
         }
@@ -192,6 +192,114 @@ pub(crate) fn entropy(p: &[f32]) -> f64 {
 /// Index of the largest element; of equals, the first.
 pub(crate) fn first_largest(x: &[f32]) -> usize {
     (1..x.len()).fold(0, |best, i| if x[i] > x[best] { i } else { best })
+}
+
+/// What the loss of one query needs of its coded columns, and what it gives: see [`row_loss`].
+pub(crate) struct RowLoss<'a> {
+    /// Probabilities of the columns; 0 where a column does not count.
+    pub p: &'a [f32],
+    /// 1 − Σp: the probability of everything that does not change.
+    pub rest: f64,
+    /// δ without the correction.
+    pub base: &'a [f32],
+    /// qU of the query: `[rank]`
+    pub q_side: &'a [f32],
+    /// ẑ of the columns, coefficient by coefficient: `[rank, stride]`, of which the first `p.len()` of each count.
+    pub side: &'a [f32],
+    pub stride: usize,
+}
+
+/// Which function of p and δ: [`row_loss`].
+#[derive(Clone, Copy, PartialEq)]
+pub(crate) enum RowKind {
+    /// ½ Var_p(δ)
+    Fisher,
+    /// log Σ p e^δ − Σ p δ
+    Kl,
+}
+
+/// Changes of a score in nats beyond this are taken as this large in e^δ, so that a loss far from any minimum stays finite.
+const LARGEST_EXPONENT: f64 = 200.0;
+
+/// Loss of one query in nats with δ_j = base_j + q_side·ẑ_j, and its gradients by qU (`[rank]`, written) and by ẑ (`[rank, stride]`,
+/// added to). `delta` is scratch of p's length.
+pub(crate) fn row_loss(
+    kind: RowKind,
+    row: RowLoss,
+    delta: &mut [f64],
+    q_gradient: &mut [f32],
+    side_gradient: &mut [f32],
+) -> f64 {
+    let fisher = kind == RowKind::Fisher;
+    vectorized!(|row: RowLoss<'a>,
+                 delta: &'a mut [f64],
+                 q_gradient: &'a mut [f32],
+                 side_gradient: &'a mut [f32],
+                 fisher: bool|
+     -> f64 {
+        let n = row.p.len();
+        let (p, base, delta) = (&row.p[..n], &row.base[..n], &mut delta[..n]);
+        for (delta, &base) in delta.iter_mut().zip(base) {
+            *delta = f64::from(base);
+        }
+        for (side, &q) in row.side.chunks_exact(row.stride).zip(row.q_side) {
+            let q = f64::from(q);
+            for (delta, &side) in delta.iter_mut().zip(&side[..n]) {
+                *delta = q.mul_add(f64::from(side), *delta);
+            }
+        }
+        let mean = lane_sums(
+            p,
+            delta,
+            #[inline(always)]
+            |p, x| [p * x],
+        )[0];
+        // delta becomes the gradient of the loss by δ.
+        let loss = if fisher {
+            let square = lane_sums(
+                p,
+                delta,
+                #[inline(always)]
+                |p, x| [p * (x - mean) * (x - mean)],
+            )[0];
+            for (x, &p) in delta.iter_mut().zip(p) {
+                *x = f64::from(p) * (*x - mean);
+            }
+            0.5 * (square + row.rest * mean * mean)
+        } else {
+            for x in delta.iter_mut() {
+                let centred = *x - mean;
+                let bounded = centred.min(LARGEST_EXPONENT);
+                *x = exp_excess(bounded) + bounded;
+            }
+            // Σp(e^x − 1 − x) = Σp(e^x − 1), as Σpx = 0 over all columns; the rest has x = −μ.
+            let rest = row.rest * (exp_excess((-mean).min(LARGEST_EXPONENT)) - mean);
+            let growth = lane_sums(
+                p,
+                delta,
+                #[inline(always)]
+                |p, x| [p * x],
+            )[0] + rest;
+            let inverse = 1.0 / (1.0 + growth);
+            for (x, &p) in delta.iter_mut().zip(p) {
+                *x = f64::from(p) * (*x - growth) * inverse;
+            }
+            growth.ln_1p()
+        };
+        let sides = row.side.chunks_exact(row.stride).zip(side_gradient.chunks_exact_mut(row.stride));
+        for ((side, side_gradient), (&q, q_gradient)) in sides.zip(row.q_side.iter().zip(q_gradient)) {
+            *q_gradient = lane_sums(
+                &side[..n],
+                delta,
+                #[inline(always)]
+                |s, x| [s * x],
+            )[0] as f32;
+            for (gradient, &x) in side_gradient[..n].iter_mut().zip(delta.iter()) {
+                *gradient = q.mul_add(x as f32, *gradient);
+            }
+        }
+        loss
+    })
 }
 
 /// e^x − 1 − x of one number.

@@ -16,6 +16,7 @@
 //! | [`stats`], [`basis`] | second moments of queries and residuals; bases derived from them |
 //! | [`codec`], [`attention`] | one layer's codec and attention as a Burn module; a whole model's cache |
 //! | [`metrics`] | score, attention, storage and readout errors E1–E8 |
+//! | [`correction`], [`learn`] | the trainable correction as a Burn module; losses that train it |
 //! | [`budget`] | code bits, cache bits and bytes, all in |
 //! | [`kernels`] | vector loops on the host |
 //!
@@ -26,9 +27,11 @@ pub mod attention;
 pub mod basis;
 pub mod budget;
 pub mod codec;
+pub mod correction;
 mod error;
 pub mod gaussian;
 pub mod kernels;
+pub mod learn;
 pub mod metrics;
 pub mod policy;
 pub mod quant;
@@ -40,6 +43,7 @@ pub mod stats;
 pub use attention::{LayerState, QuantizedCache};
 pub use basis::Basis;
 pub use codec::HeadqAttention;
+pub use correction::Correction;
 pub use error::Error;
 pub use metrics::{Diagnostics, HeadDiagnostics, LayerProbe, QueryReading, QuerySink, ShiftChange};
 pub use scheme::Scheme;

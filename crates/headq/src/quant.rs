@@ -52,7 +52,6 @@ impl<const D: usize> Affine<D> {
     /// `range` is the factor ρ on each range's half-width about its middle; what lies outside is clipped. Scale and zero are
     /// rounded to `meta` before coding, so that the codes belong to the scale that is stored.
     pub fn quantize(x: Tensor<D>, axis: usize, bits: u32, range: f32, meta: Meta) -> Self {
-        let top = f64::from((1u32 << bits) - 1);
         let (low, high) = (x.clone().min_dim(axis), x.clone().max_dim(axis));
         let (low, width) = if range == 1.0 {
             (low.clone(), high - low)
@@ -61,6 +60,21 @@ impl<const D: usize> Affine<D> {
             let width = (high - low).mul_scalar(range);
             (middle - width.clone().mul_scalar(0.5), width)
         };
+        Self::within(x, low, width, bits, meta)
+    }
+
+    /// The same with a factor ρ for each range: `clip` is broadcastable against `x` with a length of 1 along `axis`. Where ρ = 1 the
+    /// codes are exactly those of the whole range.
+    pub fn quantize_clipped(x: Tensor<D>, axis: usize, bits: u32, clip: Tensor<D>, meta: Meta) -> Self {
+        let (low, high) = (x.clone().min_dim(axis), x.clone().max_dim(axis));
+        let whole = high - low.clone();
+        let margin = whole.clone() * (-clip.clone() + 1.0).mul_scalar(0.5);
+        Self::within(x, low + margin, whole * clip, bits, meta)
+    }
+
+    /// Codes `x` with ranges that begin at `low`.
+    fn within(x: Tensor<D>, low: Tensor<D>, width: Tensor<D>, bits: u32, meta: Meta) -> Self {
+        let top = f64::from((1u32 << bits) - 1);
         let scale = stored(width.div_scalar(top), meta);
         let zero = stored(low, meta);
         let divisor = scale.clone().mask_fill(scale.clone().equal_scalar(0.0), 1.0);
@@ -96,6 +110,34 @@ fn read_back<const D: usize>(x: Tensor<D>, axis: usize, bits: u32, range: f32, m
     })
 }
 
+/// The same with learnable clip factors ρ, one for each index of the axes along which `clip` is not 1 long.
+///
+/// Backward for x as ever. For ρ (LSQ, arXiv:1902.08153, and LSQ+, arXiv:2004.09576, about a range's middle): with the range l…h of
+/// the data, x̂ = zero + s·code, s = ρ(h − l)/top and zero = l + (1 − ρ)(h − l)/2, rounding has the gradient of the identity, so that
+/// ∂x̂/∂ρ = (code − (x − zero)/s)·(h − l)/top inside the clip range, −(h − l)/2 below it and +(h − l)/2 above it.
+fn clipped_read_back<const D: usize>(x: Tensor<D>, clip: Tensor<D>, axis: usize, bits: u32, meta: Meta) -> Tensor<D> {
+    let (fixed, factor) = (plain(x.clone()), plain(clip.clone()));
+    let affine = Affine::quantize_clipped(fixed.clone(), axis, bits, factor.clone(), meta);
+    let read = affine.dequantize();
+    if !x.is_autodiff() && !clip.is_autodiff() {
+        return read;
+    }
+    let dtype = float_dtype(fixed.dtype());
+    let inside = affine.inside(fixed.clone());
+    let whole = fixed.clone().max_dim(axis) - fixed.clone().min_dim(axis);
+    let divisor = affine.scale.clone().mask_fill(affine.scale.clone().equal_scalar(0.0), 1.0);
+    let rounding = affine.codes.clone() - (fixed.clone() - affine.zero.clone()) / divisor;
+    // Outside, codes are 0 or top: ∓½.
+    let slope = affine.codes.clone().div_scalar(affine.top).sub_scalar(0.5);
+    let slope = slope.mask_where(inside.clone(), rounding.div_scalar(affine.top)) * whole;
+    read + inside.float().cast(dtype) * (x - fixed) + slope * (clip - factor)
+}
+
+/// The tensor outside any autodiff graph.
+pub(crate) fn plain<const D: usize>(x: Tensor<D>) -> Tensor<D> {
+    if x.is_autodiff() { x.inner() } else { x }
+}
+
 /// What shares one range, in a block of whole groups `[batch, heads, groups · G, width]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Axis {
@@ -122,16 +164,30 @@ impl Axis {
         2.0 * meta.bits() / shared as f64
     }
 
-    fn read_back(self, x: Tensor<4>, bits: u32, range: f32, meta: Meta) -> Tensor<4> {
-        let shape @ [b, h, n, d] = x.dims();
-        let (split, axis) = match self {
+    /// The shape in which one axis has a range, and that axis.
+    fn split(self, [b, h, n, d]: [usize; 4]) -> ([usize; 5], usize) {
+        match self {
             Axis::Group(g) => ([b, h, n / g, g, d], 3),
             Axis::Channels(c) => {
                 let c = c.unwrap_or(d);
                 ([b, h, n, d / c, c], 4)
             }
-        };
+        }
+    }
+
+    fn read_back(self, x: Tensor<4>, bits: u32, range: f32, meta: Meta) -> Tensor<4> {
+        let shape = x.dims();
+        let (split, axis) = self.split(shape);
         read_back(x.reshape(split), axis, bits, range, meta).reshape(shape)
+    }
+
+    /// The same with clip factors `[heads, 1, width]`, or `[heads, 1, 1]` where channels share a range.
+    fn clipped_read_back(self, x: Tensor<4>, bits: u32, clip: Tensor<3>, meta: Meta) -> Tensor<4> {
+        let shape = x.dims();
+        let (split, axis) = self.split(shape);
+        let [heads, _, width] = clip.dims();
+        let clip = clip.reshape([1, heads, 1, 1, width]);
+        clipped_read_back(x.reshape(split), clip, axis, bits, meta).reshape(shape)
     }
 }
 
@@ -298,12 +354,27 @@ fn nearest_gaussian_level<const D: usize>(x: Tensor<D>, bits: u32) -> (Tensor<D>
     (row(&table.levels).select(0, low).reshape(shape), inside)
 }
 
-/// Side reconstruction ẑ = Q_s(z) of whole groups of G tokens.
+/// Side reconstruction ẑ = Q_s(z) of whole groups of G tokens, with the straight-through gradient.
+///
+/// `clip` holds learned clip factors ρ, each on the half-width of a min/max range about its middle; `None` is 1 throughout.
 ///
 /// # Shapes
-/// `[batch, side_heads, groups · G, rank]`, in and out
-pub fn side_read_back(side: &SideScheme, group: usize, meta: Meta, z: Tensor<4>) -> Tensor<4> {
-    Axis::of_side(side, group).read_back(z, side.bits, 1.0, meta)
+/// - `z`: `[batch, side_heads, groups · G, rank]`, in and out
+/// - `clip`: `[side_heads, 1, rank]` under `scales=group`, `[side_heads, 1, 1]` under `scales=token` ([`clip_width`])
+pub fn side_read_back(side: &SideScheme, group: usize, meta: Meta, z: Tensor<4>, clip: Option<Tensor<3>>) -> Tensor<4> {
+    let axis = Axis::of_side(side, group);
+    match clip {
+        None => axis.read_back(z, side.bits, 1.0, meta),
+        Some(clip) => axis.clipped_read_back(z, side.bits, clip, meta),
+    }
+}
+
+/// Clip factors of each side head: one for each coefficient where it has ranges of its own, or one for all of them.
+pub fn clip_width(scales: SideScales, rank: usize) -> usize {
+    match scales {
+        SideScales::Group => rank,
+        SideScales::Token => 1,
+    }
 }
 
 /// Value reconstruction at a number of bits.

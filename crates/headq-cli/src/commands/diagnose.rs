@@ -45,6 +45,7 @@ fn config(context: &Context, args: &Diagnose) -> Result<RunConfig, LabError> {
         seed: context.seed(),
         add_bos: args.add_bos,
         calibrate,
+        finetune: None,
         eval: None,
         compare: None,
         diagnose: Some(DiagnoseConfig {

@@ -5,6 +5,7 @@ pub mod calibrate;
 pub mod compare;
 pub mod diagnose;
 pub mod eval;
+pub mod finetune;
 pub mod inspect;
 pub mod report;
 pub mod run;

@@ -1,0 +1,275 @@
+//! `headq finetune`, and `headq run` with a section `[finetune]`: what is trained, bad settings, kills at any moment.
+#![cfg(unix)]
+#![allow(clippy::unwrap_used, missing_docs)]
+
+mod common;
+
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use common::{GQA, World, text};
+use serde_json::Value;
+
+const SCHEME: &str = "kivi-2(g=8,r=4)+learned(rank=2,bits=3)";
+
+const BASIC: &[&str] = &[
+    "finetune",
+    "model",
+    "--text",
+    "text.txt",
+    "--context",
+    "64",
+    "--windows",
+    "6",
+    "--held-out",
+    "2",
+    "--stats",
+    "stats.safetensors",
+    "--scheme",
+    SCHEME,
+    "--out",
+    "learned.safetensors",
+];
+
+const TRAINED: &[&str] = &[
+    "--steps",
+    "60",
+    "--measure-every",
+    "10",
+    "--save-every",
+    "1",
+    "--warmup",
+    "5",
+    "--lr",
+    "0.01",
+    "--train-clip",
+    "--threads",
+    "2",
+];
+
+fn world() -> World {
+    let world = World::new(GQA).calibrated();
+    world.write("long.txt", text(20_000, 4));
+    world
+}
+
+/// Fails with one line that has all of `needles`, and leaves no basis and no state.
+#[track_caller]
+fn fails(world: &World, args: &[&str], needles: &[&str]) {
+    let before = world.snapshot();
+    let output = world.run(&[BASIC, args, &["--quiet"]].concat());
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && error.starts_with("error: ") && error.lines().count() == 1, "{error}");
+    for needle in needles {
+        assert!(error.contains(needle), "{needle:?} is not in: {error}");
+    }
+    assert!(before == world.snapshot(), "{args:?} changed files: {error}");
+}
+
+fn remove(world: &World) {
+    std::fs::remove_file(world.path("learned.safetensors")).unwrap();
+    std::fs::remove_dir_all(world.path("learned.safetensors.state")).unwrap();
+}
+
+#[test]
+fn training_lowers_the_held_out_loss_and_makes_a_basis_that_evaluates() {
+    let world = world();
+    let made = world.prints(&[BASIC, TRAINED].concat());
+    let loss = |name: &str| made["held_out"][name].as_f64().unwrap();
+    assert!(loss("trained") < loss("initial") && loss("initial") < loss("uncorrected"), "{made:#}");
+    let (tensors, header) = world.artifact("learned.safetensors");
+    let header: Value = serde_json::from_str(&header).unwrap();
+    assert_eq!(header["basis"]["family"], "learned");
+    assert_eq!((&header["basis"]["loss"], &header["basis"]["bits"]), (&"kl".into(), &3.into()));
+    assert_eq!(tensors.keys().map(String::as_str).collect::<Vec<_>>(), ["clip", "decoder", "encoder"]);
+    let metrics = String::from_utf8(world.read("learned.safetensors.state/metrics.jsonl")).unwrap();
+    let lines: Vec<Value> = metrics.lines().map(|l| serde_json::from_str(l).unwrap()).collect();
+    assert!(lines.iter().all(|l| l["held_out"].is_f64() && l["loss"].is_f64() && l["step"].is_u64()));
+    let scheme = ["--scheme", SCHEME, "--basis", "learned.safetensors"];
+    let report = world.eval(&scheme);
+    assert!(report["schemes"][1]["kl"].as_f64().unwrap() > 0.0);
+    // The basis belongs to its side quantizer.
+    let other = SCHEME.replace("bits=3", "bits=4");
+    let output = world.run(&[
+        "eval",
+        "model",
+        "--text",
+        "text.txt",
+        "--context",
+        "32",
+        "--windows",
+        "2",
+        "--scheme",
+        &other,
+        "--basis",
+        "learned.safetensors",
+    ]);
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.code() != Some(0) && error.contains("side bits 3"), "{error}");
+    // The same again is there already, and is the same.
+    let before = world.read("learned.safetensors");
+    world.succeeds(&[BASIC, TRAINED].concat());
+    assert_eq!(before, world.read("learned.safetensors"));
+    // Results do not depend on the number of threads.
+    remove(&world);
+    let single: Vec<&str> = TRAINED.iter().map(|a| if *a == "2" { "1" } else { *a }).collect();
+    world.succeeds(&[BASIC, &single].concat());
+    assert_eq!(before, world.read("learned.safetensors"));
+}
+
+#[test]
+fn every_loss_and_shape_trains() {
+    let world = world();
+    let few = ["--steps", "6", "--measure-every", "3", "--quiet"];
+    for args in [
+        &["--loss", "fisher"][..],
+        &["--loss", "score", "--init", "random"],
+        &["--loss", "logits", "--train-clip"],
+        &["--tied", "--init", "query-pca"],
+        &["--epochs", "1", "--batch", "3"],
+        &["--scheme", "kivi-2(g=8,r=4)+learned(rank=2,bits=3,scales=token,scope=query-head)", "--train-clip"],
+        // Rank = head width; one window.
+        &["--scheme", "kivi-2(g=8,r=4)+learned(rank=16,bits=3)", "--train-clip"],
+        &["--windows", "1", "--held-out", "1"],
+    ] {
+        let mut all = BASIC.to_vec();
+        for pair in args.chunks(2).filter(|p| ["--scheme", "--windows", "--held-out"].contains(&p[0])) {
+            let at = all.iter().position(|a| *a == pair[0]).unwrap();
+            all[at + 1] = pair[1];
+        }
+        let extra: Vec<&str> =
+            if all == BASIC { args.to_vec() } else { args.iter().copied().filter(|a| *a == "--train-clip").collect() };
+        let few = if args.contains(&"--epochs") { &few[2..] } else { &few[..] };
+        world.succeeds(&[&all, &extra[..], few].concat());
+        let (tensors, _) = world.artifact("learned.safetensors");
+        assert_eq!(tensors.contains_key("encoder"), !args.contains(&"--tied"), "{args:?}");
+        for (name, (_, _, bytes)) in tensors {
+            let finite = bytes.chunks_exact(4).all(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]).is_finite());
+            assert!(finite, "{name} of {args:?}");
+        }
+        remove(&world);
+    }
+}
+
+#[test]
+fn bad_settings_are_named_and_leave_nothing() {
+    let world = world();
+    fails(
+        &world,
+        &["--lr", "1000", "--steps", "20"],
+        &["training of layer", "the loss has grown from", "lower the learning rate 1000"],
+    );
+    fails(&world, &["--lr=-1"], &["lr: expected a number above 0"]);
+    fails(&world, &["--steps", "0"], &["steps: expected at least 1"]);
+    fails(&world, &["--loss", "mse"], &["'mse' is not known; known are kl, fisher, score, logits"]);
+    fails(&world, &["--init", "pca"], &["'pca' is not known; known are best, query-pca"]);
+    fails(&world, &["--init", "score-optimal", "--tied"], &["a tied basis begins with best, query-pca"]);
+    let scheme = |s: &'static str, needles: &[&str]| {
+        let mut all = BASIC.to_vec();
+        let at = all.iter().position(|a| *a == "--scheme").unwrap();
+        all[at + 1] = s;
+        let output = world.run(&all);
+        let error = String::from_utf8(output.stderr).unwrap();
+        needles.iter().for_each(|n| assert!(error.contains(n), "{n:?} is not in: {error}"));
+        assert!(!output.status.success() && !world.path("learned.safetensors").exists());
+    };
+    scheme("kivi-2(g=8,r=4)", &["has no side code to train"]);
+    scheme("kivi-2(g=8,r=4)+query-pca(rank=2,bits=3)", &["--init query-pca"]);
+    scheme("kivi-3(g=8,r=4)+learned(rank=2,bits=3)", &["calibrate with --base 'kivi-3(g=8,r=4)'"]);
+    scheme(
+        "kivi-2(g=8,r=200)+learned(rank=2,bits=3)",
+        &["windows of 64 tokens hold no key that is read from codes", "at least 208"],
+    );
+    scheme("kivi-2(g=8,r=4)+learned(rank=17,bits=3)", &["rank"]);
+    // A state folder of other settings is not taken up.
+    world.succeeds(&[BASIC, &["--steps", "4", "--quiet"]].concat());
+    fails(&world, &["--steps", "5"], &["holds a fine-tuning of another model, text, scheme or settings"]);
+}
+
+/// Every checkpoint is whole, and so is the basis if it is there.
+fn check_whole(world: &World) {
+    let state = "learned.safetensors.state";
+    if world.path(state).exists() {
+        for name in world.list(state).iter().filter(|n| n.ends_with(".safetensors")) {
+            assert!(world.artifact(&format!("{state}/{name}")).0.len() >= 8, "{name}");
+        }
+    }
+    if world.path("learned.safetensors").exists() {
+        assert_eq!(world.artifact("learned.safetensors").0.len(), 3);
+    }
+}
+
+#[test]
+fn kills_at_random_moments_change_nothing() {
+    let world = world();
+    let args = [BASIC, TRAINED, &["--quiet"]].concat();
+    let begun = Instant::now();
+    world.succeeds(&args);
+    let duration = begun.elapsed();
+    let read =
+        |world: &World| (world.read("learned.safetensors"), world.read("learned.safetensors.state/metrics.jsonl"));
+    let expected = read(&world);
+    remove(&world);
+    let mut random = 12345u64;
+    let mut kills = 0;
+    while kills < 10 {
+        random = random.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        let share = (random >> 40) as f64 / f64::from(1 << 24);
+        let delay = Duration::from_secs_f64(duration.as_secs_f64() * share);
+        let mut child = world.command(&args).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        std::thread::sleep(delay);
+        // SIGKILL; one that has ended by itself was quick, and the next moment is another.
+        if child.try_wait().unwrap().is_none() {
+            child.kill().unwrap();
+            kills += 1;
+        }
+        child.wait().unwrap();
+        check_whole(&world);
+        // Every other time the next kill hits a run that goes on.
+        if kills % 2 == 0 {
+            world.succeeds(&args);
+            assert_eq!(read(&world), expected, "after {kills} kills");
+            remove(&world);
+        }
+    }
+}
+
+#[test]
+fn a_run_trains_the_bases_that_its_schemes_need() {
+    let world = world();
+    let config = format!(
+        r#"name = "learned"
+model = "model"
+
+[calibrate]
+text = "other.txt"
+context = 64
+windows = 4
+
+[finetune]
+text = "long.txt"
+context = 64
+windows = 6
+held_out = 2
+training = {{ loss = "kl", steps = 20, measure_every = 10, train_clip = true }}
+
+[eval]
+text = "text.txt"
+context = 64
+windows = 3
+schemes = ["kivi-2(g=8,r=4)+score-optimal(rank=2,bits=3)", "{SCHEME}", "{SCHEME}/token-2(c=8)"]
+"#
+    );
+    world.write("run.toml", &config);
+    let report = world.prints(&["run", "run.toml", "--out", "made"]);
+    let schemes = report["schemes"].as_array().unwrap();
+    assert_eq!(schemes.len(), 4);
+    assert_eq!(schemes[1]["key_bits"], schemes[2]["key_bits"]);
+    assert_ne!(schemes[1]["kl"], schemes[2]["kl"]);
+    let trained = world.list("made").into_iter().filter(|n| n.starts_with("finetune-")).count();
+    assert_eq!(trained, 1, "one basis serves both schemes");
+    assert_eq!(world.prints(&["run", "run.toml", "--out", "made"]), report);
+    world.write("run.toml", config.replace("\"kl\"", "\"mse\""));
+    let error = String::from_utf8(world.run(&["run", "run.toml", "--out", "other"]).stderr).unwrap();
+    assert!(error.contains("finetune.training.loss: 'mse' is not known"), "{error}");
+}

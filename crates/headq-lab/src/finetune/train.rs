@@ -1,0 +1,511 @@
+//! Training of one layer: all of its heads at once, each with its own loss.
+
+use burn::optim::{AdamW, AdamWConfig, AdamWState, AdaptiveMomentumState, Optimizer};
+use burn::tensor::{Device, Gradients, Tensor, TensorData};
+use headq::AttentionSite;
+use headq::Correction;
+use headq::basis::{Basis, head_seed};
+use headq::correction::Parts;
+use headq::learn::{Loss, Sample};
+use headq::quant::{BaseQuantizer, clip_width};
+use headq::scheme::KeyScheme;
+use rand::SeedableRng;
+use rand::seq::SliceRandom;
+use rand_chacha::ChaCha8Rng;
+use serde::{Deserialize, Serialize};
+
+use super::capture::Captured;
+use super::state::{Checkpoint, LayerHeader, StateFolder};
+use super::{SAMPLE_BYTES, Settings};
+use crate::{LabError, Observer};
+
+/// A training loss this many times the initial one has diverged.
+pub const DIVERGED: f64 = 100.0;
+
+/// Losses below this are not told apart.
+pub const NO_LOSS: f64 = 1e-9;
+
+/// Clip factors to begin with, of which each head takes the best.
+const INITIAL_CLIPS: [f32; 3] = [1.0, 0.9, 0.8];
+
+/// One measurement on held-out windows.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Measurement {
+    /// Layer.
+    pub layer: usize,
+    /// Optimizer steps done.
+    pub step: usize,
+    /// Learning rate of the last of them.
+    pub lr: f64,
+    /// Training loss, mean over heads and the steps since the last measurement, nats (but for `score`).
+    pub loss: f64,
+    /// Held-out loss, mean over heads.
+    pub held_out: f64,
+    /// Held-out loss of the best parameters of each head so far, mean over heads.
+    pub best: f64,
+}
+
+/// Parameters of a layer, row-major, or anything of their shapes.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Point {
+    /// U: `[side_heads, head_dim, rank]`
+    pub decoder: Vec<f32>,
+    /// W; `None` where tied.
+    pub encoder: Option<Vec<f32>>,
+    /// ρ: `[side_heads, 1, clip_width]`
+    pub clip: Option<Vec<f32>>,
+}
+
+impl Point {
+    /// Those that are there, with their names.
+    pub fn parts(&self) -> impl Iterator<Item = (&'static str, &Vec<f32>)> {
+        [("decoder", Some(&self.decoder)), ("encoder", self.encoder.as_ref()), ("clip", self.clip.as_ref())]
+            .into_iter()
+            .filter_map(|(name, part)| Some((name, part?)))
+    }
+
+    pub fn zeros_like(&self) -> Self {
+        let zeros = |x: &Vec<f32>| vec![0.0; x.len()];
+        Self {
+            decoder: zeros(&self.decoder),
+            encoder: self.encoder.as_ref().map(zeros),
+            clip: self.clip.as_ref().map(zeros),
+        }
+    }
+
+    /// Takes one head's parameters from another point.
+    fn take_head(&mut self, other: &Point, head: usize, heads: usize) {
+        let copy = |to: &mut Vec<f32>, from: &Vec<f32>| {
+            let size = to.len() / heads;
+            to[head * size..(head + 1) * size].copy_from_slice(&from[head * size..(head + 1) * size]);
+        };
+        copy(&mut self.decoder, &other.decoder);
+        if let (Some(to), Some(from)) = (&mut self.encoder, &other.encoder) {
+            copy(to, from);
+        }
+        if let (Some(to), Some(from)) = (&mut self.clip, &other.clip) {
+            copy(to, from);
+        }
+    }
+
+    /// The correction at this point, on the plain device or, to be trained, on its autodiff twin.
+    ///
+    /// `shape` is `[side_heads, head_dim, rank]`.
+    pub fn correction(&self, key: &KeyScheme, shape: [usize; 3], device: &Device) -> Correction {
+        let clip = [shape[0], 1, clip_width(key.side.map(|s| s.scales).unwrap_or_default(), shape[2])];
+        let tensor = |x: &Vec<f32>, shape: [usize; 3]| Tensor::from_data(TensorData::new(x.clone(), shape), device);
+        let parts = Parts {
+            decoder: tensor(&self.decoder, shape),
+            encoder: self.encoder.as_ref().map(|w| tensor(w, shape)),
+            clip: self.clip.as_ref().map(|c| tensor(c, clip)),
+        };
+        Correction::of(key, parts)
+    }
+
+    /// Points of all layers as one.
+    pub fn concat(points: &[Point]) -> Self {
+        let join = |part: &dyn Fn(&Point) -> Option<&Vec<f32>>| -> Option<Vec<f32>> {
+            points.iter().map(|p| part(p).cloned()).collect::<Option<Vec<_>>>().map(|all| all.concat())
+        };
+        Self {
+            decoder: join(&|p| Some(&p.decoder)).unwrap_or_default(),
+            encoder: join(&|p| p.encoder.as_ref()),
+            clip: join(&|p| p.clip.as_ref()),
+        }
+    }
+
+    /// The points of `layers` layers.
+    pub fn split(&self, layers: usize) -> Vec<Point> {
+        let part = |x: &Vec<f32>, i: usize| x[i * (x.len() / layers)..(i + 1) * (x.len() / layers)].to_vec();
+        let point = |i: usize| Point {
+            decoder: part(&self.decoder, i),
+            encoder: self.encoder.as_ref().map(|x| part(x, i)),
+            clip: self.clip.as_ref().map(|x| part(x, i)),
+        };
+        (0..layers).map(point).collect()
+    }
+
+    pub fn is_finite(&self) -> bool {
+        self.parts().all(|(_, x)| x.iter().all(|v| v.is_finite()))
+    }
+}
+
+/// A layer trained to its end.
+#[derive(Debug, Clone)]
+pub struct LayerTrained {
+    pub best: Point,
+    pub uncorrected_loss: Vec<f64>,
+    pub initial_loss: Vec<f64>,
+    pub best_loss: Vec<f64>,
+    pub measurements: Vec<Measurement>,
+}
+
+impl From<Checkpoint> for LayerTrained {
+    fn from(c: Checkpoint) -> Self {
+        Self {
+            best: c.best,
+            uncorrected_loss: c.header.uncorrected_loss,
+            initial_loss: c.header.initial_loss,
+            best_loss: c.header.best_loss,
+            measurements: c.header.measurements,
+        }
+    }
+}
+
+/// Shows the steps of all layers as one piece of work; what [`crate::workers`] counts are layers.
+pub struct Progress<'a>(&'a dyn Observer);
+
+impl<'a> Progress<'a> {
+    pub fn new(observer: &'a dyn Observer, layers: usize, steps: usize) -> Self {
+        observer.begin_units("training", layers * steps, "steps");
+        Self(observer)
+    }
+
+    /// The layers are done, or given up.
+    pub fn close(&self) {
+        self.0.end();
+    }
+
+    /// Counts steps, also those that a layer that stops early, or goes on from a checkpoint, does not take.
+    pub fn advance(&self, steps: usize) {
+        (0..steps).for_each(|_| self.0.step());
+    }
+
+    /// Whether to stop.
+    pub fn stops(&self) -> bool {
+        self.0.cancelled()
+    }
+
+    /// Says how training goes.
+    pub fn show(&self, m: &Measurement) {
+        self.0.say(&format!("layer {}: loss {:.4}, held out {:.4}", m.layer, m.loss, m.held_out));
+    }
+}
+
+impl Observer for Progress<'_> {
+    fn begin(&self, _: &str, _: usize) {}
+    fn step(&self) {}
+    fn end(&self) {}
+    fn cancelled(&self) -> bool {
+        self.0.cancelled()
+    }
+}
+
+/// One layer to be trained.
+pub struct LayerTask<'a> {
+    pub key: KeyScheme,
+    pub loss: Loss,
+    pub layer: usize,
+    pub site: AttentionSite,
+    pub quantizer: &'a BaseQuantizer,
+    /// Training windows, then the held-out ones.
+    pub windows: &'a [Captured],
+    pub held_out: usize,
+    pub candidates: &'a [Basis],
+    pub settings: &'a Settings,
+    pub seed: u64,
+    pub device: Device,
+}
+
+/// Samples, kept or made anew.
+struct Samples<'a> {
+    task: &'a LayerTask<'a>,
+    kept: Option<Vec<Sample>>,
+}
+
+impl<'a> Samples<'a> {
+    fn new(task: &'a LayerTask<'a>) -> Self {
+        let (q, k) = task.windows[0].tensors(&task.device);
+        let ([_, heads, tokens, d], kv_heads) = (q.dims(), k.dims()[1]);
+        let bytes = Sample::bytes(heads, kv_heads, d, tokens) * task.windows.len() as u64;
+        let kept = (bytes <= SAMPLE_BYTES).then(|| (0..task.windows.len()).map(|i| task.sample(i)).collect());
+        Self { task, kept }
+    }
+
+    fn with<T>(&self, window: usize, work: impl FnOnce(&Sample) -> T) -> T {
+        match &self.kept {
+            Some(kept) => work(&kept[window]),
+            None => work(&self.task.sample(window)),
+        }
+    }
+
+    /// Mean loss of each head over windows.
+    fn mean(&self, windows: std::ops::Range<usize>, correction: &Correction) -> Vec<f64> {
+        let n = windows.len() as f64;
+        let mut sums: Vec<f64> = Vec::new();
+        for window in windows {
+            let losses = self.with(window, |sample| sample.loss(correction).by_head);
+            sums.resize(losses.len(), 0.0);
+            sums.iter_mut().zip(losses).for_each(|(sum, loss)| *sum += loss / n);
+        }
+        sums
+    }
+}
+
+fn total(losses: &[f64]) -> f64 {
+    losses.iter().sum()
+}
+
+fn mean(losses: &[f64]) -> f64 {
+    total(losses) / losses.len() as f64
+}
+
+impl LayerTask<'_> {
+    fn sample(&self, window: usize) -> Sample {
+        let (q, k) = self.windows[window].tensors(&self.device);
+        Sample::new(self.loss, self.quantizer, &self.site, &q, &k)
+    }
+
+    fn train_windows(&self) -> usize {
+        self.windows.len() - self.held_out
+    }
+
+    fn shape(&self) -> [usize; 3] {
+        let basis = &self.candidates[0];
+        [basis.side_heads, basis.head_dim, basis.rank]
+    }
+
+    fn correction(&self, point: &Point, device: &Device) -> Correction {
+        point.correction(&self.key, self.shape(), device)
+    }
+
+    /// Where training begins: for each head the candidate of the least training loss.
+    fn begin(&self, samples: &Samples) -> Checkpoint {
+        let train = 0..self.train_windows();
+        let points: Vec<Point> =
+            self.candidates.iter().flat_map(|b| initial(&self.key, self.settings, b, self.layer)).collect();
+        let losses: Vec<Vec<f64>> =
+            points.iter().map(|p| samples.mean(train.clone(), &self.correction(p, &self.device))).collect();
+        let heads = losses[0].len();
+        let mut now = points[0].clone();
+        let mut initial_train = 0.0;
+        for head in 0..heads {
+            let own: Vec<f64> = losses.iter().map(|of_heads| of_heads[head]).collect();
+            let best = (0..own.len()).fold(0, |best, i| if own[i] < own[best] { i } else { best });
+            now.take_head(&points[best], head, heads);
+            initial_train += own[best];
+        }
+        let held_out = self.train_windows()..self.windows.len();
+        let nothing = Point { decoder: vec![0.0; now.decoder.len()], ..now.clone() };
+        let uncorrected_loss = samples.mean(held_out.clone(), &self.correction(&nothing, &self.device));
+        let initial_loss = samples.mean(held_out, &self.correction(&now, &self.device));
+        let first = Measurement {
+            layer: self.layer,
+            step: 0,
+            lr: 0.0,
+            loss: initial_train / heads as f64,
+            held_out: mean(&initial_loss),
+            best: mean(&initial_loss),
+        };
+        let header = LayerHeader {
+            step: 0,
+            // A base code that loses nothing leaves nothing to learn.
+            finished: initial_train <= NO_LOSS,
+            idle: 0,
+            running: (0.0, 0),
+            uncorrected_loss,
+            best_loss: initial_loss.clone(),
+            initial_loss,
+            initial_train,
+            measurements: vec![first],
+        };
+        let zeros = now.zeros_like();
+        Checkpoint { header, best: now.clone(), first: zeros.clone(), second: zeros, now }
+    }
+
+    /// Trains to the end, from the last checkpoint if there is one.
+    pub fn run(&self, folder: &StateFolder, progress: &Progress) -> Result<LayerTrained, LabError> {
+        let samples = Samples::new(self);
+        let mut c = match folder.load(self.layer)? {
+            Some(checkpoint) => checkpoint,
+            None => self.begin(&samples),
+        };
+        progress.advance(c.header.step);
+        while !c.header.finished {
+            if progress.cancelled() {
+                folder.save(self.layer, &c)?;
+                return Err(LabError::Interrupted);
+            }
+            self.step(&samples, &mut c)?;
+            progress.advance(1);
+            let last = c.header.step == self.settings.steps;
+            if last || c.header.step.is_multiple_of(self.settings.measure_every) {
+                self.measure(&samples, &mut c);
+                progress.show(&c.header.measurements[c.header.measurements.len() - 1]);
+                c.header.finished = last || c.header.idle >= self.settings.patience;
+            }
+            if !c.header.finished && c.header.step.is_multiple_of(self.settings.save_every) {
+                folder.save(self.layer, &c)?;
+            }
+        }
+        progress.advance(self.settings.steps - c.header.step);
+        folder.save(self.layer, &c)?;
+        Ok(c.into())
+    }
+
+    fn step(&self, samples: &Samples, c: &mut Checkpoint) -> Result<(), LabError> {
+        let step = c.header.step;
+        let fail = |reason: String| LabError::Training { layer: self.layer, step: step + 1, reason };
+        let correction = self.correction(&c.now, &self.device.clone().autodiff());
+        let windows = batch(self.settings, self.train_windows(), head_seed(self.seed, self.layer, 0), step);
+        let share = 1.0 / windows.len() as f64;
+        let (mut loss, mut graph) = (0.0, None);
+        for window in windows {
+            let made = samples.with(window, |sample| sample.loss(&correction));
+            loss += share * total(&made.by_head);
+            let scaled = made.total.mul_scalar(share);
+            graph = Some(graph.map_or(scaled.clone(), |sum: Tensor<1>| sum + scaled));
+        }
+        let limit = DIVERGED * c.header.initial_train.max(NO_LOSS);
+        if loss.is_nan() || loss > limit {
+            return Err(fail(format!(
+                "the loss has grown from {:.3e} to {loss:.3e}; lower the learning rate {}",
+                c.header.initial_train, self.settings.lr
+            )));
+        }
+        let gradients = graph.ok_or_else(|| fail("no windows".into()))?.backward();
+        let rate = learning_rate(self.settings, step);
+        c.now = updated(&self.key, correction.parts(), &gradients, rate, step, (&mut c.first, &mut c.second));
+        if !c.now.is_finite() {
+            return Err(fail(format!("the parameters are not finite; lower the learning rate {}", self.settings.lr)));
+        }
+        c.header.step += 1;
+        c.header.running.0 += loss;
+        c.header.running.1 += 1;
+        Ok(())
+    }
+
+    fn measure(&self, samples: &Samples, c: &mut Checkpoint) {
+        let losses = samples.mean(self.train_windows()..self.windows.len(), &self.correction(&c.now, &self.device));
+        let heads = losses.len();
+        c.header.idle += 1;
+        for (head, &loss) in losses.iter().enumerate() {
+            if loss < c.header.best_loss[head] {
+                c.header.best_loss[head] = loss;
+                c.best.take_head(&c.now, head, heads);
+                c.header.idle = 0;
+            }
+        }
+        let (sum, count) = std::mem::take(&mut c.header.running);
+        c.header.measurements.push(Measurement {
+            layer: self.layer,
+            step: c.header.step,
+            lr: learning_rate(self.settings, c.header.step - 1),
+            loss: sum / (count * heads) as f64,
+            held_out: mean(&losses),
+            best: mean(&c.header.best_loss),
+        });
+    }
+}
+
+/// A closed form as points of several clip factors; columns of U and W get equal norms, which changes no product UWᵀ.
+pub fn initial(key: &KeyScheme, settings: &Settings, basis: &Basis, layer: usize) -> Vec<Point> {
+    let (heads, d, rank) = (basis.side_heads, basis.head_dim, basis.rank);
+    let size = heads * d * rank;
+    let own = |all: &[f32]| all[layer * size..(layer + 1) * size].to_vec();
+    let mut decoder = own(&basis.decoder);
+    let mut encoder = basis.encoder.as_ref().map(|w| own(w));
+    if let Some(encoder) = &mut encoder {
+        balance(&mut decoder, encoder, [heads, d, rank]);
+    }
+    let encoder = (!settings.tied).then(|| encoder.unwrap_or_else(|| decoder.clone()));
+    if !settings.train_clip {
+        return vec![Point { decoder, encoder, clip: None }];
+    }
+    let width = clip_width(key.side.map(|s| s.scales).unwrap_or_default(), rank);
+    let clipped =
+        |clip: f32| Point { decoder: decoder.clone(), encoder: encoder.clone(), clip: Some(vec![clip; heads * width]) };
+    INITIAL_CLIPS.map(clipped).to_vec()
+}
+
+/// Gives each column of W the norm of the same column of U, which takes it up.
+fn balance(decoder: &mut [f32], encoder: &mut [f32], [heads, d, rank]: [usize; 3]) {
+    for (head, column) in (0..heads).flat_map(|head| (0..rank).map(move |column| (head, column))) {
+        let at = |row: usize| (head * d + row) * rank + column;
+        let norm = |x: &[f32]| (0..d).map(|row| f64::from(x[at(row)]).powi(2)).sum::<f64>().sqrt();
+        let ratio = (norm(encoder) / norm(decoder)).sqrt();
+        if ratio.is_finite() && ratio > 0.0 {
+            (0..d).for_each(|row| {
+                decoder[at(row)] = (f64::from(decoder[at(row)]) * ratio) as f32;
+                encoder[at(row)] = (f64::from(encoder[at(row)]) / ratio) as f32;
+            });
+        }
+    }
+}
+
+/// Learning rate of a step, from 0: linear warm-up, then a cosine to zero.
+pub fn learning_rate(settings: &Settings, step: usize) -> f64 {
+    let s = settings;
+    if step < s.warmup {
+        return s.lr * (step + 1) as f64 / s.warmup as f64;
+    }
+    let share = (step - s.warmup) as f64 / (s.steps - s.warmup.min(s.steps - 1)) as f64;
+    s.lr * 0.5 * (1.0 + (std::f64::consts::PI * share).cos())
+}
+
+/// The windows of a step, of `n`: each epoch is a permutation of its own.
+pub fn batch(settings: &Settings, n: usize, seed: u64, step: usize) -> Vec<usize> {
+    let at = |position: usize| {
+        let mut order: Vec<usize> = (0..n).collect();
+        order.shuffle(&mut ChaCha8Rng::seed_from_u64(head_seed(seed, 0, position / n)));
+        order[position % n]
+    };
+    let size = settings.batch.min(n);
+    (step * size..(step + 1) * size).map(at).collect()
+}
+
+/// The point after one step of AdamW and the correction's constraints; `moments` are read and written.
+pub fn updated(
+    key: &KeyScheme,
+    parts: Parts,
+    gradients: &Gradients,
+    rate: f64,
+    step: usize,
+    (first, second): (&mut Point, &mut Point),
+) -> Point {
+    let gradient = |x: &Tensor<3>| x.grad(gradients).unwrap_or_else(|| x.clone().inner().zeros_like());
+    let adam = Adam { rate, time: step, optimizer: adamw() };
+    let optional = |x: &Option<Tensor<3>>, first: &mut Option<Vec<f32>>, second: &mut Option<Vec<f32>>| {
+        let (x, first, second) = (x.as_ref()?, first.as_mut()?, second.as_mut()?);
+        Some(adam.update(x, gradient(x), first, second))
+    };
+    let decoder = adam.update(&parts.decoder, gradient(&parts.decoder), &mut first.decoder, &mut second.decoder);
+    let encoder = optional(&parts.encoder, &mut first.encoder, &mut second.encoder);
+    let clip = optional(&parts.clip, &mut first.clip, &mut second.clip);
+    let retracted = Correction::of(key, Parts { decoder, encoder, clip }).retracted().parts();
+    Point { decoder: host(retracted.decoder), encoder: retracted.encoder.map(host), clip: retracted.clip.map(host) }
+}
+
+fn host(x: Tensor<3>) -> Vec<f32> {
+    let x = if x.is_autodiff() { x.inner() } else { x };
+    x.into_data_as::<f32>().try_to_vec().expect("the data was converted to f32")
+}
+
+/// Losses are small numbers of nats, and so are their gradients: nothing but zero is to be drowned by epsilon. No weight decay: UWᵀ
+/// has a scale of its own.
+fn adamw() -> AdamW {
+    AdamWConfig::new().with_beta_2(0.99).with_epsilon(1e-12).with_weight_decay(0.0).build()
+}
+
+struct Adam {
+    rate: f64,
+    time: usize,
+    optimizer: AdamW,
+}
+
+impl Adam {
+    /// One step of a parameter; moments are read and written.
+    fn update(&self, x: &Tensor<3>, gradient: Tensor<3>, first: &mut Vec<f32>, second: &mut Vec<f32>) -> Tensor<3> {
+        let (x, device) = (x.clone().inner(), gradient.device());
+        let shape = x.dims();
+        let moment = |values: &Vec<f32>| Tensor::<3>::from_data(TensorData::new(values.clone(), shape), &device);
+        let state = (self.time > 0)
+            .then(|| AdamWState::new(AdaptiveMomentumState::new(self.time, moment(first), moment(second))));
+        let (x, state) = self.optimizer.step(self.rate, x, gradient, state);
+        if let Some(state) = state {
+            *first = host(state.momentum.moment_1);
+            *second = host(state.momentum.moment_2);
+        }
+        x
+    }
+}
