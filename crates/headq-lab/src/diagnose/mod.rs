@@ -143,7 +143,7 @@ const MOST_SHARED: f64 = 0.05;
 /// Share of the passages of `other` that also stand, at any place, in the windows of `text`.
 fn shared_share(text: &Windows, other: &Windows) -> f64 {
     let passages = |of: &Windows| -> Vec<Vec<u32>> {
-        let length = of.windows.iter().map(Vec::len).min().unwrap_or(0).min(PASSAGE).max(1);
+        let length = of.windows.iter().map(Vec::len).min().unwrap_or(0).clamp(1, PASSAGE);
         of.windows.iter().flat_map(|w| w.windows(length).map(<[u32]>::to_vec)).collect()
     };
     let known: std::collections::HashSet<Vec<u32>> = passages(text).into_iter().collect();
