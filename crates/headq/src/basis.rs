@@ -348,12 +348,19 @@ fn haar(width: usize, rank: usize, seed: u64) -> DMatrix<f64> {
 
 /// A stream of its own for each layer and head (SplitMix64 of the three numbers).
 pub fn head_seed(seed: u64, layer: usize, head: usize) -> u64 {
-    [layer as u64, head as u64].into_iter().fold(seed, |state, next| {
-        let mut z = state.wrapping_add(next.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    })
+    let step = |state: u64, next: u64| split_mix(state.wrapping_add(next.wrapping_mul(GOLDEN)));
+    [layer as u64, head as u64].into_iter().fold(seed, step)
+}
+
+/// 2⁶⁴ over the golden ratio.
+const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// SplitMix64 (Steele, Lea and Flood 2014): a bijection of 64 bits that looks random.
+pub fn split_mix(x: u64) -> u64 {
+    let mut z = x.wrapping_add(GOLDEN);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
 }
 
 /// Share of the expected squared score error E[(qᵀe)²] that rank-r correction U Wᵀ removes, before side quantization.

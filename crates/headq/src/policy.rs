@@ -90,7 +90,7 @@ pub(crate) fn read_back(
     value_read_back_at(value, value.bits - 1, values).mask_where(heavy, more)
 }
 
-/// Adds Σ p̂_tj² over the query heads of each KV head, and over the queries that see token j before it is flushed.
+/// Σ p̂_tj² over the query heads of each KV head, and over the queries that see token j before it is flushed.
 ///
 /// # Shapes
 /// - `p`: `[batch, kv_heads, groups · queries, columns]`, probabilities of the queries at `queries` over tokens `first..first + columns`

@@ -8,7 +8,7 @@ use burn::module::Module;
 use burn::tensor::{Bool, DType, Device, FloatDType, Int, Tensor, TensorData};
 
 use crate::gaussian::{lloyd_max, uniform_step};
-use crate::rotation::rotation;
+use crate::rotation::kept_rotation;
 use crate::scheme::{BaseScheme, Meta, Quantizer, SideScales, SideScheme, ValueScheme};
 use crate::stats::KeyStatistics;
 
@@ -317,8 +317,8 @@ fn rotated(keys: Tensor<4>, base: &BaseScheme) -> Tensor<4> {
     let [b, h, n, d] = keys.dims();
     let (g, c) = (base.flush.group, base.channels.unwrap_or(d));
     let device = keys.device();
-    let matrix: Vec<f32> = rotation(d).into_iter().map(|v| v as f32).collect();
-    let matrix = Tensor::<5>::from_data(TensorData::new(matrix, [1, 1, 1, d, d]), &device);
+    let matrix = TensorData::new(kept_rotation(d).to_vec(), [1, 1, 1, d, d]);
+    let matrix = Tensor::<5>::from_data(matrix, &device);
     let matrix = matrix.cast(float_dtype(keys.dtype())).expand([b, h, n / g, d, d]);
     // One product for each group, so that a group's codes do not depend on how many groups are coded together.
     let turned = keys.reshape([b, h, n / g, g, d]).matmul(matrix.clone());

@@ -4,6 +4,9 @@
 //! of them and nearly Gaussian (QuaRot, arXiv:2404.00456). For a head width d = 2ᵏ·m with m odd, H = H₂ₖ ⊗ C_m: Sylvester's Hadamard
 //! matrix of order 2ᵏ and the orthonormal DCT-II of order m, which is 1 where d is a power of two.
 
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
@@ -34,6 +37,15 @@ pub fn rotation(head_dim: usize) -> Vec<f64> {
             signs[i] * hadamard(power, i / odd, j / odd) * cosine(odd, i % odd, j % odd)
         })
         .collect()
+}
+
+/// The same in f32, made once for each width: a cache that codes token by token asks for it every time.
+pub(crate) fn kept_rotation(head_dim: usize) -> Arc<[f32]> {
+    static KEPT: Mutex<BTreeMap<usize, Arc<[f32]>>> = Mutex::new(BTreeMap::new());
+    // A panic while the lock was held can only have been in making a matrix, before anything was kept.
+    let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
+    let make = || rotation(head_dim).into_iter().map(|v| v as f32).collect();
+    kept.entry(head_dim).or_insert_with(make).clone()
 }
 
 #[cfg(test)]

@@ -276,8 +276,11 @@ impl Chain<'_> {
         if missing.is_empty() {
             return Ok(());
         }
-        let DensePart { nll, diagnostics } =
-            self.request.dense_pass(&format!("errors of {} schemes", missing.len()), &missing, observer)?;
+        let DensePart { nll, diagnostics } = self.request.dense_pass(
+            &format!("errors of {} scheme{}", missing.len(), if missing.len() == 1 { "" } else { "s" }),
+            &missing,
+            observer,
+        )?;
         part(self.store, "nll-dense", |kept: &Vec<f64>| kept.len() == nll.len(), || Ok(nll.clone()))?;
         for (p, errors) in missing.iter().zip(diagnostics) {
             part(self.store, &part_name("errors", &p.scheme), |_| false, || Ok(errors))?;

@@ -2,6 +2,7 @@
 
 use std::collections::BinaryHeap;
 
+use headq::basis::split_mix;
 use headq::{QueryReading, QuerySink};
 use serde::{Deserialize, Serialize};
 
@@ -117,16 +118,9 @@ impl WindowFlips {
 impl QuerySink for WindowFlips {
     fn query(&mut self, scheme: usize, reading: &QueryReading) {
         let place = [self.window, reading.layer, reading.head, reading.position];
-        self.by_scheme[scheme].add(reading, place.iter().fold(self.seed, |hash, next| mix(hash ^ mix(*next as u64))));
+        self.by_scheme[scheme]
+            .add(reading, place.iter().fold(self.seed, |hash, next| split_mix(hash ^ split_mix(*next as u64))));
     }
-}
-
-/// SplitMix64's finalizer: a bijection that looks random.
-fn mix(x: u64) -> u64 {
-    let mut z = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 #[cfg(test)]
@@ -137,11 +131,11 @@ mod tests {
     fn readings(window: usize, n: usize) -> Vec<QueryReading> {
         (0..n)
             .map(|i| {
-                let x = (mix((window * n + i) as u64) >> 11) as f64 / (1u64 << 53) as f64;
+                let x = (split_mix((window * n + i) as u64) >> 11) as f64 / (1u64 << 53) as f64;
                 let entropy = 6.0 * x;
                 // Undecided queries flip; the metric is exact where nothing flips and meaningless elsewhere.
                 let flip = entropy > 3.0;
-                let kl = if flip { (mix(!(window * n + i) as u64) >> 40) as f64 } else { 2.0 * x };
+                let kl = if flip { (split_mix(!(window * n + i) as u64) >> 40) as f64 } else { 2.0 * x };
                 QueryReading {
                     layer: i % 3,
                     head: i % 7,

@@ -22,6 +22,7 @@ pub mod settings;
 pub mod statistics;
 pub mod thresholds;
 
+use std::collections::HashSet;
 use std::path::Path;
 
 use headq::scheme::{BaseScheme, Family, Scheme};
@@ -142,13 +143,13 @@ const MOST_SHARED: f64 = 0.05;
 
 /// Share of the passages of `other` that also stand, at any place, in the windows of `text`.
 fn shared_share(text: &Windows, other: &Windows) -> f64 {
-    let passages = |of: &Windows| -> Vec<Vec<u32>> {
+    fn passages(of: &Windows) -> impl Iterator<Item = &[u32]> {
         let length = of.windows.iter().map(Vec::len).min().unwrap_or(0).clamp(1, PASSAGE);
-        of.windows.iter().flat_map(|w| w.windows(length).map(<[u32]>::to_vec)).collect()
-    };
-    let known: std::collections::HashSet<Vec<u32>> = passages(text).into_iter().collect();
-    let all = passages(other);
-    all.iter().filter(|p| known.contains(*p)).count() as f64 / all.len().max(1) as f64
+        of.windows.iter().flat_map(move |w| w.windows(length))
+    }
+    let known: HashSet<&[u32]> = passages(text).collect();
+    let shared = passages(other).filter(|p| known.contains(p)).count();
+    shared as f64 / passages(other).count().max(1) as f64
 }
 
 /// Fails where one text is measured twice, which would make intervals too narrow.

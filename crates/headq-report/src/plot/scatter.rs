@@ -4,6 +4,7 @@ use super::axis::Axis;
 use super::frame::Frame;
 use super::{Plot, Width, finite};
 use crate::theme::Ink;
+use headq::basis::split_mix;
 
 /// The most points that are drawn: more would say no more, and weigh.
 pub const MOST: usize = 1500;
@@ -53,18 +54,10 @@ pub fn sample<T: Copy>(items: &[T]) -> Vec<T> {
         return items.to_vec();
     }
     let mut order: Vec<usize> = (0..items.len()).collect();
-    order.sort_by_key(|i| scramble(*i as u64));
+    order.sort_by_key(|i| split_mix(*i as u64));
     order.truncate(MOST);
     order.sort_unstable();
     order.into_iter().map(|i| items[i]).collect()
-}
-
-/// The finalizer of SplitMix64 (Steele et al., 2014): a fixed permutation of the numbers that looks random.
-fn scramble(i: u64) -> u64 {
-    let mut z = i.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ z >> 31
 }
 
 #[cfg(test)]
