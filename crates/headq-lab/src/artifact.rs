@@ -25,11 +25,19 @@
 //! print(header["model"]["architecture"], header["base"], values[0, 0, ::-1][:4])
 //! ```
 //!
+//! A basis is a Burn module to `burn-store`: its [`SafetensorsStore`] writes and reads the tensors by the names of the module's
+//! parameters. Statistics, which are numbers of no module and wider than f32, are written with the `safetensors` crate. Either way
+//! the file is made in memory, because the header names what must be known before a module of the right shape can be made, and
+//! because equal artifacts have equal bytes, which takes metadata of one entry.
+//!
 //! Writes go to a temporary file in the same folder, which is synced and then renamed: a file of this name is whole or absent.
 
 use std::io::Write;
 use std::path::Path;
 
+use burn::module::{Module, Param};
+use burn::tensor::{Device, Tensor, TensorData};
+use burn_store::{ModuleSnapshot, SafetensorsStore};
 use headq::basis::{Basis, TrainedSide};
 use headq::quant::clip_width;
 use headq::scheme::{Family, Scope, SideScales};
@@ -41,6 +49,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::LabError;
 use crate::text::TextInfo;
+
+/// Key of the header in a file's metadata.
+const HEADER: &str = "headq";
 
 /// Version of the layout described in this module.
 pub const SCHEMA: u32 = 1;
@@ -177,7 +188,7 @@ impl Output {
             }
         };
         let header =
-            SafeTensors::read_metadata(&bytes).ok().and_then(|(_, m)| m.metadata().as_ref()?.get("headq").cloned());
+            SafeTensors::read_metadata(&bytes).ok().and_then(|(_, m)| m.metadata().as_ref()?.get(HEADER).cloned());
         let header: Option<serde_json::Value> = header.and_then(|h| serde_json::from_str(&h).ok());
         header.is_some_and(|h| h["kind"] == kind)
     }
@@ -221,6 +232,47 @@ fn artifact_error(path: &Path, reason: impl Into<String>) -> LabError {
     LabError::Artifact { path: path.to_owned(), reason: reason.into() }
 }
 
+fn header_json(path: &Path, header: &Header) -> Result<String, LabError> {
+    serde_json::to_string(header).map_err(|e| artifact_error(path, e.to_string()))
+}
+
+/// The parameters of the [`Correction`](headq::Correction)s of all layers, one upon the other: a Burn module whose parameters have the
+/// names, shapes and order of the file's tensors.
+#[derive(Module, Debug)]
+struct Stack {
+    decoder: Param<Tensor<4>>,
+    encoder: Option<Param<Tensor<4>>>,
+    clip: Option<Param<Tensor<3>>>,
+}
+
+impl Stack {
+    fn of(basis: &Basis) -> Self {
+        let Basis { layers, side_heads, head_dim, rank, .. } = *basis;
+        let matrix = |x: &Vec<f32>| parameter(x.clone(), [layers, side_heads, head_dim, rank]);
+        let clip = |t: &TrainedSide| Some(parameter(t.clip.clone()?, [layers, side_heads, clip_width(t.scales, rank)]));
+        Self {
+            decoder: matrix(&basis.decoder),
+            encoder: basis.encoder.as_ref().map(matrix),
+            clip: basis.trained.as_ref().and_then(clip),
+        }
+    }
+
+    /// Room for `[layers, side_heads, head_dim, rank]`, with so many clip factors for each head.
+    fn zeros(shape @ [layers, side_heads, ..]: [usize; 4], tied: bool, clip: Option<usize>) -> Self {
+        let matrix = || parameter(vec![0.0; shape.iter().product()], shape);
+        let factors = |width: usize| parameter(vec![0.0; layers * side_heads * width], [layers, side_heads, width]);
+        Self { decoder: matrix(), encoder: (!tied).then(matrix), clip: clip.map(factors) }
+    }
+}
+
+fn parameter<const D: usize>(values: Vec<f32>, shape: [usize; D]) -> Param<Tensor<D>> {
+    Param::from_data(TensorData::new(values, shape), &Device::flex())
+}
+
+fn host<const D: usize>(x: Tensor<D>) -> Vec<f32> {
+    x.into_data().try_to_vec().expect("parameters of the stack are f32")
+}
+
 /// Tensors with the bytes that back them, ready to be written.
 struct Tensors(Vec<(String, Dtype, Vec<usize>, Vec<u8>)>);
 
@@ -232,8 +284,7 @@ impl Tensors {
             Ok((name.as_str(), view))
         });
         let views = views.collect::<Result<Vec<_>, LabError>>()?;
-        let json = serde_json::to_string(header).map_err(|e| artifact_error(path, e.to_string()))?;
-        let metadata = std::collections::HashMap::from([("headq".to_string(), json)]);
+        let metadata = std::collections::HashMap::from([(HEADER.to_string(), header_json(path, header)?)]);
         let bytes = safetensors::serialize(views, Some(metadata)).map_err(|e| artifact_error(path, e.to_string()))?;
         write_atomic(path, &bytes)
     }
@@ -242,6 +293,7 @@ impl Tensors {
 /// An artifact file, its header read and checked.
 struct File<'a> {
     path: &'a Path,
+    bytes: &'a [u8],
     tensors: SafeTensors<'a>,
     header: Header,
 }
@@ -253,7 +305,7 @@ impl<'a> File<'a> {
         };
         let (_, metadata) = SafeTensors::read_metadata(bytes).map_err(|e| broken(&e))?;
         let tensors = SafeTensors::deserialize(bytes).map_err(|e| broken(&e))?;
-        let json = metadata.metadata().as_ref().and_then(|m| m.get("headq")).ok_or_else(|| {
+        let json = metadata.metadata().as_ref().and_then(|m| m.get(HEADER)).ok_or_else(|| {
             artifact_error(
                 path,
                 format!("a safetensors file without a 'headq' header; expected {kind} made by this program"),
@@ -277,7 +329,7 @@ impl<'a> File<'a> {
         if [m.layers, m.heads, m.kv_heads, m.head_dim].contains(&0) || !m.heads.is_multiple_of(m.kv_heads) {
             return Err(artifact_error(path, format!("its header names an impossible model: [{m}]")));
         }
-        Ok(Self { path, tensors, header })
+        Ok(Self { path, bytes, tensors, header })
     }
 
     fn bytes(&self, name: &str, dtype: Dtype, shape: &[usize]) -> Result<&[u8], LabError> {
@@ -293,14 +345,15 @@ impl<'a> File<'a> {
         Ok(self.tensors.tensor(name).map_err(|_| artifact_error(self.path, "unreadable"))?.data())
     }
 
-    fn floats(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>, LabError> {
-        let values: Vec<f32> = self
-            .bytes(name, Dtype::F32, shape)?
-            .chunks_exact(4)
-            .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
-            .collect();
-        self.finite(name, values.iter().all(|v| v.is_finite()))?;
-        Ok(values)
+    /// Reads the parameters of a module, each of which the file must have, of its shape and finite.
+    fn fill(&self, stack: &mut Stack) -> Result<(), LabError> {
+        for parameter in stack.collect(None, None, false) {
+            let bytes = self.bytes(&parameter.name, Dtype::F32, &parameter.shape)?;
+            let mut values = bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+            self.finite(&parameter.name, values.all(f32::is_finite))?;
+        }
+        let mut store = SafetensorsStore::from_bytes(Some(self.bytes.to_vec()));
+        stack.load_from(&mut store).map(drop).map_err(|e| artifact_error(self.path, e.to_string()))
     }
 
     fn doubles(&self, name: &str, shape: &[usize]) -> Result<Vec<f64>, LabError> {
@@ -415,18 +468,11 @@ impl BasisArtifact {
     /// # Errors
     /// If the file cannot be written.
     pub fn save(&self, path: &Path) -> Result<(), LabError> {
-        let b = &self.basis;
-        let shape = vec![b.layers, b.side_heads, b.head_dim, b.rank];
-        let bytes = |x: &[f32]| x.iter().flat_map(|v| v.to_le_bytes()).collect();
-        let mut tensors = vec![("decoder".to_string(), Dtype::F32, shape.clone(), bytes(&b.decoder))];
-        if let Some(encoder) = &b.encoder {
-            tensors.push(("encoder".to_string(), Dtype::F32, shape, bytes(encoder)));
-        }
-        if let Some((trained, clip)) = b.trained.as_ref().and_then(|t| Some((t, t.clip.as_ref()?))) {
-            let shape = vec![b.layers, b.side_heads, clip_width(trained.scales, b.rank)];
-            tensors.push(("clip".to_string(), Dtype::F32, shape, bytes(clip)));
-        }
-        Tensors(tensors).write(path, &self.header)
+        let json = header_json(path, &self.header)?;
+        // One entry of metadata: several would come in an order of their own in each file.
+        let mut store = SafetensorsStore::from_bytes(None).clear_metadata().metadata(HEADER, json);
+        let bytes = Stack::of(&self.basis).save_into(&mut store).and_then(|()| store.get_bytes());
+        write_atomic(path, &bytes.map_err(|e| artifact_error(path, e.to_string()))?)
     }
 
     /// Reads and checks a basis.
@@ -443,21 +489,15 @@ impl BasisArtifact {
             Scope::KvHead => model.kv_heads,
             Scope::QueryHead => model.heads,
         };
-        let shape = [model.layers, side_heads, model.head_dim, about.rank];
-        let decoder = file.floats("decoder", &shape)?;
         let has = |name: &str| file.tensors.names().contains(&name);
         let tied = about.family.tied() || (about.family == Family::Learned && !has("encoder"));
-        let encoder = if tied { None } else { Some(file.floats("encoder", &shape)?) };
         let scales = about.scales.as_deref().map(|s| s.parse::<SideScales>());
         let scales = scales.transpose().map_err(|e| artifact_error(path, format!("side scales {e}")))?;
-        let trained = match about.bits.zip(scales) {
-            None => None,
-            Some((bits, scales)) => {
-                let clip = [model.layers, side_heads, clip_width(scales, about.rank)];
-                let clip = has("clip").then(|| file.floats("clip", &clip)).transpose()?;
-                Some(TrainedSide { bits, scales, clip })
-            }
-        };
+        let side = about.bits.zip(scales);
+        let clip = side.filter(|_| has("clip")).map(|(_, scales)| clip_width(scales, about.rank));
+        let mut stack = Stack::zeros([model.layers, side_heads, model.head_dim, about.rank], tied, clip);
+        file.fill(&mut stack)?;
+        let Stack { decoder, encoder, clip } = stack;
         let basis = Basis {
             family: about.family,
             scope,
@@ -465,9 +505,9 @@ impl BasisArtifact {
             side_heads,
             head_dim: model.head_dim,
             rank: about.rank,
-            decoder,
-            encoder,
-            trained,
+            decoder: host(decoder.val()),
+            encoder: encoder.map(|w| host(w.val())),
+            trained: side.map(|(bits, scales)| TrainedSide { bits, scales, clip: clip.map(|c| host(c.val())) }),
         };
         Ok(Self { header: file.header, basis })
     }

@@ -47,6 +47,8 @@ pub struct Sources {
     pub stats: Vec<(std::path::PathBuf, StatsArtifact)>,
     /// Basis artifacts.
     pub bases: Vec<(std::path::PathBuf, BasisArtifact)>,
+    /// The basis that a comparison trains for its scheme.
+    pub trained: Option<(std::path::PathBuf, BasisArtifact)>,
 }
 
 /// Shape of a model's attention.
@@ -62,7 +64,7 @@ pub fn head_shape(config: &ModelConfig) -> HeadShape {
 impl Sources {
     /// One statistics artifact.
     pub fn of_stats(path: &Path, artifact: StatsArtifact) -> Self {
-        Self { stats: vec![(path.to_owned(), artifact)], bases: Vec::new() }
+        Self { stats: vec![(path.to_owned(), artifact)], ..Self::default() }
     }
 
     /// Loads artifacts and checks that they were made from this model.

@@ -40,7 +40,7 @@ pub struct RunConfig {
     /// Text to calibrate on; needed where a scheme has a side code and no basis file covers it. A diagnosis without it calibrates on
     /// windows of its own text that it does not measure on.
     pub calibrate: Option<TextConfig>,
-    /// How to train bases for schemes of the family `learned`.
+    /// How to train bases: for the schemes of the family `learned` in `[eval]`, or for the scheme of `[compare]`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub finetune: Option<FinetuneConfig>,
     /// What to evaluate; this, `diagnose` or `compare`.
@@ -174,7 +174,8 @@ pub struct CompareConfig {
     /// Basis artifacts.
     #[serde(default)]
     pub basis: Vec<String>,
-    /// Families to derive from the statistics of `[calibrate]`, at the scheme's rank and scope.
+    /// Families to derive from the statistics of `[calibrate]`, at the scheme's rank and scope. Where there is a section `[finetune]`,
+    /// `learned` stands for the basis that it trains for the scheme, which comes last if it is not named.
     #[serde(default)]
     pub families: Vec<String>,
 }
@@ -278,8 +279,17 @@ impl RunConfig {
         if self.eval.as_ref().is_some_and(|eval| eval.schemes.is_empty()) {
             return Err("eval.schemes is empty; list at least one scheme, e.g. \"kivi-2(g=32,r=32)\"".into());
         }
-        self.diagnose.as_ref().map_or(Ok(()), DiagnoseConfig::check)?;
-        self.compare.as_ref().map_or(Ok(()), |compare| compare.asked().map(drop).map_err(|e| e.to_string()))
+        if let Some(diagnose) = &self.diagnose {
+            if self.finetune.is_some() {
+                return Err(
+                    "a diagnosis trains no basis: take out [finetune], or make it a configuration with [compare]"
+                        .into(),
+                );
+            }
+            diagnose.check()?;
+        }
+        let compare = self.compare.as_ref();
+        compare.map_or(Ok(()), |compare| compare.asked(self.finetune.is_some()).map(drop).map_err(|e| e.to_string()))
     }
 }
 
@@ -419,6 +429,9 @@ impl Drop for Hold {
     }
 }
 
+/// How the folders of a run begin in which bases are trained.
+pub const TRAINED: &str = "finetune-";
+
 /// Locked while a run is at work in its folder.
 const LOCK: &str = ".lock";
 
@@ -478,12 +491,21 @@ fn bases_to_calibrate(schemes: &[Scheme]) -> Vec<BaseScheme> {
 }
 
 impl CompareConfig {
-    /// Checks everything that can be checked without a model.
+    /// Checks everything that can be checked without a model; `trains` says whether there is a section `[finetune]`.
     ///
     /// # Errors
-    /// As [`Asked::new`].
-    pub fn asked(&self) -> Result<Asked, LabError> {
-        Asked::new(&self.scheme, &self.basis, &self.families)
+    /// As [`Asked::with_training`], and for the family `learned` where nothing is trained.
+    pub fn asked(&self, trains: bool) -> Result<Asked, LabError> {
+        let learned = Family::Learned.to_string();
+        let named = self.families.contains(&learned);
+        if named && !trains {
+            return Err(LabError::Usage(
+                "family learned: such a basis is trained; add a section [finetune], or name its file in compare.basis"
+                    .into(),
+            ));
+        }
+        let families = self.families.iter().cloned().chain((trains && !named).then_some(learned));
+        Asked::with_training(&self.scheme, &self.basis, &families.collect::<Vec<_>>())
     }
 }
 
@@ -538,6 +560,10 @@ pub fn run(
     let device = parse_device(&config.device)?;
     let loaded = load(&config.model, &device, &LoadOptions::default())?;
     schemes.iter().try_for_each(|s| s.check(loaded.config().head_dim))?;
+    if config.finetune.is_some() && !schemes.iter().any(is_learned) {
+        let reason = "[finetune] trains bases of the family learned, and eval.schemes has no scheme of that family";
+        return Err(LabError::Usage(reason.into()));
+    }
     let tokenizer = loaded.tokenizer()?;
     let eval_texts = windows(&eval.text, &tokenizer, &window_options(config, eval))?;
     let calibration_texts = match &config.calibrate {
@@ -572,7 +598,7 @@ pub fn run(
     let mut sources = calibrated(config, bases, given, &loaded, &calibration_texts, &folder, options, observer)?;
     if let (Some(finetune), Some((train, held_out))) = (&config.finetune, &training_texts) {
         for scheme in open_learned(&schemes, &sources, &loaded, config.seed) {
-            let request = Training { config, finetune, train, held_out, scheme, threads: options.threads };
+            let request = Training { config, finetune, train, held_out, scheme, options };
             let learned = request.run(&loaded, &sources, &folder, observer)?;
             sources.bases.push(learned);
         }
@@ -599,8 +625,12 @@ pub fn run(
     Ok(evaluation)
 }
 
+fn is_learned(scheme: &Scheme) -> bool {
+    scheme.side().is_some_and(|side| side.family == Family::Learned)
+}
+
 /// Texts to train on, and what is held out of them.
-fn training_windows(
+pub(crate) fn training_windows(
     finetune: &FinetuneConfig,
     tokenizer: &Tokenizer,
     add_bos: bool,
@@ -617,7 +647,7 @@ fn training_windows(
 /// Schemes of the family `learned` that no basis serves yet, one for each basis that they need.
 fn open_learned(schemes: &[Scheme], sources: &Sources, loaded: &LoadedModel, seed: u64) -> Vec<Scheme> {
     let mut open: Vec<Scheme> = Vec::new();
-    for scheme in schemes.iter().filter(|s| s.side().is_some_and(|side| side.family == Family::Learned)) {
+    for scheme in schemes.iter().filter(|s| is_learned(s)) {
         let keys = Scheme { value: None, ..*scheme };
         if !open.contains(&keys) && sources.plan(&keys.to_string(), loaded.config(), seed).is_err() {
             open.push(keys);
@@ -627,18 +657,19 @@ fn open_learned(schemes: &[Scheme], sources: &Sources, loaded: &LoadedModel, see
 }
 
 /// One basis to be trained for a run.
-struct Training<'a> {
-    config: &'a RunConfig,
-    finetune: &'a FinetuneConfig,
-    train: &'a [Windows],
-    held_out: &'a [Windows],
-    scheme: Scheme,
-    threads: usize,
+pub(crate) struct Training<'a> {
+    pub config: &'a RunConfig,
+    pub finetune: &'a FinetuneConfig,
+    pub train: &'a [Windows],
+    pub held_out: &'a [Windows],
+    /// Its side code is of the family `learned`, its values are dense.
+    pub scheme: Scheme,
+    pub options: &'a RunOptions,
 }
 
 impl Training<'_> {
     /// Trains and keeps the basis in the run's folder, with its state beside it.
-    fn run(
+    pub fn run(
         &self,
         loaded: &LoadedModel,
         sources: &Sources,
@@ -653,6 +684,9 @@ impl Training<'_> {
         let request = finetune::Request {
             model: &loaded.model,
             fingerprint: &loaded.fingerprint,
+            name: self.config.model.clone(),
+            device: self.config.device.clone(),
+            command: self.options.command.clone(),
             train: self.train,
             held_out: self.held_out,
             add_bos: self.config.add_bos,
@@ -660,10 +694,10 @@ impl Training<'_> {
             scheme: self.scheme,
             settings: &self.finetune.training,
             seed: self.config.seed,
-            threads: self.threads,
+            threads: self.options.threads,
         };
         let name = slug(&self.scheme.to_string());
-        let made = request.run(&folder.0.join(format!("finetune-{name}")), observer)?;
+        let made = request.run(&folder.0.join(format!("{TRAINED}{name}")), observer)?;
         let path = folder.0.join(format!("basis-{name}.safetensors"));
         made.artifact.save(&path)?;
         Ok((path, made.artifact))
@@ -705,8 +739,7 @@ fn planned_calibrations(
     let covered = |s: &Scheme| given.plan(&s.to_string(), loaded.config(), config.seed).is_ok();
     let calibrated = |s: &Scheme| s.key.is_some_and(|key| key.side.is_some() || key.base.is_static());
     let open: Vec<Scheme> = schemes.iter().copied().filter(|s| calibrated(s) && !covered(s)).collect();
-    let learned = |s: &&Scheme| s.side().is_some_and(|side| side.family == Family::Learned);
-    if let Some(scheme) = open.iter().find(learned).filter(|_| config.finetune.is_none()) {
+    if let Some(scheme) = open.iter().find(|s| is_learned(s)).filter(|_| config.finetune.is_none()) {
         return Err(LabError::Usage(format!(
             "scheme '{scheme}': a learned basis is trained, not calibrated; add a section [finetune], or name its file in eval.basis"
         )));
@@ -784,7 +817,8 @@ pub(crate) fn keep_bases(
             format!("basis-{}-rank{}-{}-{}.safetensors", side.family, side.rank, side.scope, slug(&base.to_string()));
         let path = folder.0.join(name);
         let Some((_, stats)) = sources.stats.first() else { continue };
-        if path.exists() || sources.bases.iter().any(|(_, b)| b.basis == *basis) {
+        // Given and trained bases are files already.
+        if side.family == Family::Learned || path.exists() || sources.bases.iter().any(|(_, b)| b.basis == *basis) {
             continue;
         }
         let mut artifact = BasisArtifact { header: stats.header.clone(), basis: basis.clone() };

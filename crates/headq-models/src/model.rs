@@ -236,9 +236,8 @@ impl LanguageModel {
         attention: &mut dyn Attention,
         observe: &mut dyn FnMut(Tensor<3>),
     ) -> Tensor<3> {
-        let [batch, tokens] = ids.dims();
         let mut x = self.embed(ids, start);
-        let pass = self.pass(batch, tokens, start, &x.device());
+        let pass = self.pass(&x, start);
         for layer in 0..self.blocks.len() {
             observe(x.clone());
             x = self.block(layer, x, &pass, attention);
@@ -265,8 +264,7 @@ impl LanguageModel {
     /// # Shapes
     /// - `x`: `[batch, tokens, hidden]`, in and out, at positions `start .. start + tokens`
     pub fn layer(&self, layer: usize, x: Tensor<3>, start: usize, attention: &mut dyn Attention) -> Tensor<3> {
-        let [batch, tokens, _] = x.dims();
-        let pass = self.pass(batch, tokens, start, &self.device());
+        let pass = self.pass(&x, start);
         self.block(layer, x, &pass, attention)
     }
 
@@ -276,9 +274,10 @@ impl LanguageModel {
         self.norm.forward(x.reshape([batch * tokens, width])).reshape(shape)
     }
 
-    fn pass(&self, batch: usize, tokens: usize, start: usize, device: &Device) -> Pass {
+    fn pass(&self, x: &Tensor<3>, start: usize) -> Pass {
+        let [batch, tokens, _] = x.dims();
         let rope = (!self.inverse_frequencies.is_empty())
-            .then(|| RopeTable::new(&self.inverse_frequencies, start, tokens, device));
+            .then(|| RopeTable::new(&self.inverse_frequencies, start, tokens, x.dtype(), &self.device()));
         Pass { batch, tokens, start, rope }
     }
 

@@ -1,6 +1,6 @@
 //! Rotary position embedding of the "rotate half" kind (Burn's `RotaryEncoding` pairs neighbouring channels instead).
 
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{DType, Device, Tensor, TensorData};
 
 /// Cosines and sines of a range of positions.
 pub(crate) struct RopeTable {
@@ -10,12 +10,12 @@ pub(crate) struct RopeTable {
 }
 
 impl RopeTable {
-    /// The table for positions `start .. start + count`; angles are computed in f64 on the host.
-    pub fn new(inverse_frequencies: &[f64], start: usize, count: usize, device: &Device) -> Self {
+    /// The table for positions `start .. start + count` of states of type `dtype`; angles are computed in f64 on the host.
+    pub fn new(inverse_frequencies: &[f64], start: usize, count: usize, dtype: DType, device: &Device) -> Self {
         let angles = (start..start + count).flat_map(|t| inverse_frequencies.iter().map(move |w| t as f64 * w));
-        let (sin, cos): (Vec<f32>, Vec<f32>) = angles.map(|a| (a.sin() as f32, a.cos() as f32)).unzip();
+        let (sin, cos): (Vec<f64>, Vec<f64>) = angles.map(f64::sin_cos).unzip();
         let shape = [1, 1, count, inverse_frequencies.len()];
-        let tensor = |values: Vec<f32>| Tensor::from_data(TensorData::new(values, shape), device);
+        let tensor = |values: Vec<f64>| Tensor::from_data(TensorData::new(values, shape), (device, dtype));
         Self { cos: tensor(cos), sin: tensor(sin) }
     }
 

@@ -19,8 +19,8 @@ pub enum ReportError {
     NotAFolder(PathBuf),
     /// A folder without results.
     #[error(
-        "{}: holds no diagnosis.json, report.json or comparison.json; the run has not finished (start it again, it goes on), or this is \
-         another folder",
+        "{}: holds no diagnosis.json, report.json, comparison.json or finetuned.json; the run has not finished (start it again, it goes \
+         on), or this is another folder",
         .0.display()
     )]
     NoResults(PathBuf),

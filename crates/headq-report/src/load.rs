@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use headq_lab::compare::data::Comparison;
 use headq_lab::diagnose::data::Diagnosis;
 use headq_lab::evaluate::Evaluation;
+use headq_lab::finetune::{METRICS, Measurement, SUMMARY, Summary};
+use headq_lab::run::TRAINED;
 use serde::de::DeserializeOwned;
 
 use crate::ReportError;
@@ -20,12 +22,24 @@ pub struct Run {
     pub evaluation: Option<Evaluation>,
     /// `comparison.json`.
     pub comparison: Option<Comparison>,
+    /// Bases that the run trained, each in a folder of its own.
+    pub finetunings: Vec<Finetuning>,
 }
 
-/// Loads what the folder of a run holds: `diagnosis.json`, `report.json`, `comparison.json`, or several of them.
+/// A basis that was trained.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Finetuning {
+    /// How it went.
+    pub summary: Summary,
+    /// Every measurement, by layer.
+    pub measurements: Vec<Measurement>,
+}
+
+/// Loads what the folder of a run holds: `diagnosis.json`, `report.json`, `comparison.json`, and what was trained; or the state
+/// folder of one fine-tuning.
 ///
 /// # Errors
-/// If there is no such folder, it holds none of these files, or one of them cannot be read.
+/// If there is no such folder, it holds nothing of the kind, or one of the files cannot be read.
 pub fn load(folder: &Path) -> Result<Run, ReportError> {
     if !folder.exists() {
         return Err(ReportError::NoFolder(folder.to_owned()));
@@ -36,14 +50,38 @@ pub fn load(folder: &Path) -> Result<Run, ReportError> {
     let diagnosis: Option<Diagnosis> = read(&folder.join("diagnosis.json"), "a diagnosis")?;
     let evaluation: Option<Evaluation> = read(&folder.join("report.json"), "an evaluation")?;
     let comparison: Option<Comparison> = read(&folder.join("comparison.json"), "a comparison")?;
-    if diagnosis.is_none() && evaluation.is_none() && comparison.is_none() {
+    let mut finetunings = Vec::new();
+    for folder in [folder.to_owned()].into_iter().chain(trained(folder)?) {
+        finetunings.extend(finetuning(&folder)?);
+    }
+    if diagnosis.is_none() && evaluation.is_none() && comparison.is_none() && finetunings.is_empty() {
         return Err(ReportError::NoResults(folder.to_owned()));
     }
     let name = match &diagnosis {
         Some(diagnosis) => diagnosis.name.clone(),
         None => folder_name(folder),
     };
-    Ok(Run { name, diagnosis, evaluation, comparison })
+    Ok(Run { name, diagnosis, evaluation, comparison, finetunings })
+}
+
+/// Folders of a run in which bases were trained, by name.
+fn trained(folder: &Path) -> Result<Vec<PathBuf>, ReportError> {
+    let fail = |source| ReportError::Io { path: folder.to_owned(), source };
+    let entries = std::fs::read_dir(folder).and_then(Iterator::collect::<Result<Vec<_>, _>>).map_err(fail)?;
+    let named = |path: &PathBuf| path.is_dir() && folder_name(path).starts_with(TRAINED);
+    let mut folders: Vec<PathBuf> = entries.iter().map(std::fs::DirEntry::path).filter(named).collect();
+    folders.sort();
+    Ok(folders)
+}
+
+/// The fine-tuning of a state folder; none where it has not come to its end.
+fn finetuning(folder: &Path) -> Result<Option<Finetuning>, ReportError> {
+    let Some(summary) = read(&folder.join(SUMMARY), "a fine-tuning")? else { return Ok(None) };
+    let path = folder.join(METRICS);
+    let text = std::fs::read_to_string(&path).map_err(|source| ReportError::Io { path: path.clone(), source })?;
+    let measurements =
+        text.lines().map(|line| parse(&path, line.as_bytes(), "measurements")).collect::<Result<_, _>>()?;
+    Ok(Some(Finetuning { summary, measurements }))
 }
 
 /// Last part of a folder's path, also where it is given as `.` or ends in `..`.
@@ -59,11 +97,15 @@ fn read<T: DeserializeOwned>(path: &Path, expected: &'static str) -> Result<Opti
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(source) => return Err(ReportError::Io { path: path.to_owned(), source }),
     };
-    serde_json::from_slice(&bytes).map(Some).map_err(|e| ReportError::Unreadable {
+    parse(path, &bytes, expected).map(Some)
+}
+
+fn parse<T: DeserializeOwned>(path: &Path, bytes: &[u8], expected: &'static str) -> Result<T, ReportError> {
+    serde_json::from_slice(bytes).map_err(|e| ReportError::Unreadable {
         path: path.to_owned(),
         expected,
         reason: e.to_string(),
-        advice: advice(&bytes),
+        advice: advice(bytes),
     })
 }
 

@@ -3,7 +3,7 @@
 //! A basis family is one function from a head's moments to an encoder W and a decoder U, `[head_dim, rank]` each; [`fit_head`] is
 //! the registry.
 
-use burn::tensor::TensorData;
+use burn::tensor::{Tensor, TensorData};
 use nalgebra::{DMatrix, DVector, SymmetricEigen};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -11,7 +11,8 @@ use rand_distr::StandardNormal;
 use rayon::prelude::*;
 
 use crate::Error;
-use crate::quant::clip_width;
+use crate::correction::{Correction, Parts};
+use crate::quant::{clip_width, plain};
 use crate::scheme::{Family, Scope, SideScales, SideScheme};
 use crate::stats::{LayerStats, Moments};
 
@@ -100,6 +101,33 @@ impl Basis {
             encoder: (!family.tied()).then(|| flat(&|f| f.encoder.as_ref().unwrap_or(&f.decoder))),
             trained: None,
         })
+    }
+
+    /// The basis of trained corrections, one for each layer of a model, which belongs to the side quantizer that they were trained
+    /// with.
+    ///
+    /// # Panics
+    /// If there are none, or they differ in shape, in being tied or in having clip factors.
+    pub fn learned(side: &SideScheme, corrections: &[Correction]) -> Self {
+        let parts: Vec<Parts> = corrections.iter().map(Correction::parts).collect();
+        let [side_heads, head_dim, rank] = parts[0].decoder.dims();
+        let join = |part: &dyn Fn(&Parts) -> Option<Tensor<3>>| -> Option<Vec<f32>> {
+            let all: Vec<Tensor<3>> = parts.iter().filter_map(part).collect();
+            assert!(all.is_empty() || all.len() == parts.len(), "corrections of one kind");
+            assert!(all.iter().all(|x| x.dims() == all[0].dims()), "corrections of one shape");
+            (!all.is_empty()).then(|| all.into_iter().flat_map(host).collect())
+        };
+        Self {
+            family: Family::Learned,
+            scope: side.scope,
+            layers: corrections.len(),
+            side_heads,
+            head_dim,
+            rank,
+            decoder: join(&|p| Some(p.decoder.clone())).unwrap_or_default(),
+            encoder: join(&|p| p.encoder.clone()),
+            trained: Some(TrainedSide { bits: side.bits, scales: side.scales, clip: join(&|p| p.clip.clone()) }),
+        }
     }
 
     /// The same corrections UWᵀ in coefficients that lose less to equal bits: of each head, [`equalize`].
@@ -203,6 +231,11 @@ impl Basis {
         let size = self.side_heads * self.head_dim * self.rank;
         TensorData::new(all[layer * size..(layer + 1) * size].to_vec(), [self.side_heads, self.head_dim, self.rank])
     }
+}
+
+/// The numbers of a parameter, row-major.
+fn host(x: Tensor<3>) -> Vec<f32> {
+    plain(x).into_data_as::<f32>().try_to_vec().expect("the data was converted to f32")
 }
 
 /// Encoder and decoder of one head.

@@ -83,22 +83,32 @@ fn gradients_agree_with_central_differences_where_the_quantizer_is_smooth() {
     let key = key("kivi-2(g=8,r=4,sinks=1,meta=f32)+learned(rank=3,bits=3)");
     for (loss, window) in [(Loss::Score, None), (Loss::Fisher, None), (Loss::Kl, None), (Loss::Kl, Some(60))] {
         let sample = sample(loss, &key, window, FloatDType::F64);
-        let value = |u: Tensor<3>, w: Tensor<3>, c: Tensor<3>| -> LayerLoss {
-            let heads = sample.residual().dims()[1];
-            let [_, d, r] = w.dims();
-            let z = sample.residual().clone().matmul(w.reshape([1, heads, d, r]));
-            sample.loss_of(u, smooth(z, c))
-        };
-        let p = parts(KV, 3, FloatDType::F64);
-        let (u, w, c) = (p.decoder, p.encoder.unwrap(), p.clip.unwrap());
-        let (tu, tw, tc) = (tracked(&u), tracked(&w), tracked(&c));
-        let made = value(tu.clone(), tw.clone(), tc.clone());
-        assert!((host(made.total.clone())[0] - made.by_head.iter().sum::<f64>()).abs() < 1e-12);
-        let gradients = made.total.backward();
-        let sum = |l: LayerLoss| l.by_head.iter().sum::<f64>();
-        check_gradient("U", &u, tu.grad(&gradients).unwrap(), 1e-5, |x| sum(value(x, w.clone(), c.clone())));
-        check_gradient("W", &w, tw.grad(&gradients).unwrap(), 1e-5, |x| sum(value(u.clone(), x, c.clone())));
-        check_gradient("clip", &c, tc.grad(&gradients).unwrap(), 1e-5, |x| sum(value(u.clone(), w.clone(), x)));
+        // One basis for each KV head, or for each query head.
+        for side_heads in [KV, HEADS] {
+            let value = |u: Tensor<3>, w: Tensor<3>, c: Tensor<3>| -> LayerLoss {
+                let [_, d, r] = w.dims();
+                let residual = headq::repeat_kv(sample.residual().clone(), side_heads / KV);
+                sample.loss_of(u, smooth(residual.matmul(w.reshape([1, side_heads, d, r])), c))
+            };
+            let p = parts(side_heads, 3, FloatDType::F64);
+            let (u, w, c) = (p.decoder, p.encoder.unwrap(), p.clip.unwrap());
+            let sum = |l: LayerLoss| l.by_head.iter().sum::<f64>();
+            let (tu, tw, tc) = (tracked(&u), tracked(&w), tracked(&c));
+            let made = value(tu.clone(), tw.clone(), tc.clone());
+            assert!((host(made.total.clone())[0] - made.by_head.iter().sum::<f64>()).abs() < 1e-12);
+            let gradients = made.total.backward();
+            let name = |part: &str| format!("{part} of {loss}, {side_heads} heads");
+            let gradient = |x: &Tensor<3>| x.grad(&gradients).unwrap();
+            check_gradient(&name("U"), &u, gradient(&tu), 1e-5, |x| sum(value(x, w.clone(), c.clone())));
+            check_gradient(&name("W"), &w, gradient(&tw), 1e-5, |x| sum(value(u.clone(), x, c.clone())));
+            check_gradient(&name("clip"), &c, gradient(&tc), 1e-5, |x| sum(value(u.clone(), w.clone(), x)));
+            // Tied: one matrix on both sides, which has both gradients.
+            let (tu, tc) = (tracked(&u), tracked(&c));
+            let gradients = value(tu.clone(), tu.clone(), tc.clone()).total.backward();
+            let gradient = |x: &Tensor<3>| x.grad(&gradients).unwrap();
+            check_gradient(&name("tied U"), &u, gradient(&tu), 1e-5, |x| sum(value(x.clone(), x, c.clone())));
+            check_gradient(&name("tied clip"), &c, gradient(&tc), 1e-5, |x| sum(value(u.clone(), u.clone(), x)));
+        }
     }
 }
 

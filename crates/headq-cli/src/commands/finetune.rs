@@ -30,6 +30,9 @@ pub fn run(context: &Context, args: &Finetune) -> Result<(), LabError> {
     let request = Request {
         model: &loaded.model,
         fingerprint: &loaded.fingerprint,
+        name: args.model.display().to_string(),
+        device: context.device_name(),
+        command: super::diagnose::command_line(),
         train: &train,
         held_out: &held_out,
         add_bos: args.text.add_bos,
@@ -53,6 +56,7 @@ pub fn run(context: &Context, args: &Finetune) -> Result<(), LabError> {
                 "state": state.to_string_lossy(),
                 "header": super::json(&made.artifact.header),
                 "settings": super::json(&settings),
+                "warnings": made.summary.warnings,
                 "held_out": { "uncorrected": made.uncorrected, "initial": made.held_out.0, "trained": made.held_out.1 },
             })
         },

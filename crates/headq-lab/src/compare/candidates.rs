@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use headq::KeyStatistics;
 use headq::basis::Basis;
-use headq::scheme::{BaseScheme, Family, KeyScheme, Scheme, SideScheme};
+use headq::scheme::{BaseScheme, Family, KeyScheme, Scheme, SideScheme, Sign};
 use headq_models::ModelConfig;
 
 use crate::LabError;
@@ -28,6 +28,20 @@ impl Asked {
     /// [`LabError::Method`] for a malformed scheme; [`LabError::Usage`] for one without a side code, a family that is unknown or
     /// cannot be derived, a file or family given twice, or neither.
     pub fn new<P: AsRef<Path>>(scheme: &str, files: &[P], families: &[String]) -> Result<Self, LabError> {
+        let asked = Self::with_training(scheme, files, families)?;
+        match asked.trains() {
+            true => Err(LabError::Usage(
+                "family learned: such a basis is trained, not derived from statistics; give its file".into(),
+            )),
+            false => Ok(asked),
+        }
+    }
+
+    /// The same where a basis may be trained for the scheme: the family `learned` stands for it.
+    ///
+    /// # Errors
+    /// As [`Asked::new`].
+    pub fn with_training<P: AsRef<Path>>(scheme: &str, files: &[P], families: &[String]) -> Result<Self, LabError> {
         let usage = |reason: String| Err(LabError::Usage(reason));
         let scheme: Scheme = scheme.parse()?;
         let Some((key, side)) = scheme.key.and_then(|key| Some((key, key.side?))) else {
@@ -42,7 +56,9 @@ impl Asked {
         if let Some(path) = repeated(files.iter().map(|p| real(p.as_ref()))) {
             return usage(format!("basis {} is given twice; a basis is compared with others", path.display()));
         }
-        let families = families.iter().map(|name| family(name)).collect::<Result<Vec<_>, _>>()?;
+        let parsed =
+            families.iter().map(|name| name.parse().map_err(|e: String| LabError::Usage(format!("family {e}"))));
+        let families: Vec<Family> = parsed.collect::<Result<_, _>>()?;
         if let Some(family) = repeated(families.iter().copied()) {
             return usage(format!("family {family} is given twice; a basis is compared with others"));
         }
@@ -62,6 +78,17 @@ impl Asked {
     /// Families to derive.
     pub fn families(&self) -> &[Family] {
         &self.families
+    }
+
+    /// Whether a basis is to be trained.
+    pub fn trains(&self) -> bool {
+        self.families.contains(&Family::Learned)
+    }
+
+    /// The scheme, without values, in which a basis is trained: its side code at its rank, scope, bits and scales, and never subtracted.
+    pub fn trained_scheme(&self) -> Scheme {
+        let side = SideScheme { family: Family::Learned, sign: Sign::default(), ..self.side };
+        Scheme { value: None, ..self.with_side(side) }
     }
 
     /// Whether statistics are needed: for families, or for means and scales of a static base quantizer.
@@ -117,7 +144,10 @@ impl Asked {
             all.push(self.given(path, artifact, config, keys.clone())?);
         }
         for family in &self.families {
-            all.push(self.derived(*family, sources, config, seed, keys.clone())?);
+            all.push(match family {
+                Family::Learned => self.trained(sources, config, keys.clone())?,
+                derived => self.derived(*derived, sources, config, seed, keys.clone())?,
+            });
         }
         Ok(Candidates { base: planned(self.base_scheme(), None, keys), all })
     }
@@ -174,6 +204,18 @@ impl Asked {
         })
     }
 
+    /// The basis that was trained for the scheme.
+    fn trained(
+        &self,
+        sources: &Sources,
+        config: &ModelConfig,
+        keys: Option<KeyStatistics>,
+    ) -> Result<Candidate, LabError> {
+        let (path, artifact) = sources.trained.as_ref().expect("a family to be trained comes with its basis");
+        let candidate = self.given(path, artifact, config, keys)?;
+        Ok(Candidate { name: Family::Learned.to_string(), ..candidate })
+    }
+
     fn derived(
         &self,
         family: Family,
@@ -200,16 +242,6 @@ impl Asked {
 
 fn planned(scheme: Scheme, basis: Option<Basis>, keys: Option<KeyStatistics>) -> PlannedScheme {
     PlannedScheme { asked: scheme.to_string(), scheme, basis, keys }
-}
-
-fn family(name: &str) -> Result<Family, LabError> {
-    match name.parse() {
-        Ok(Family::Learned) => Err(LabError::Usage(
-            "family learned: such a basis is trained, not derived from statistics; give its file".into(),
-        )),
-        Ok(family) => Ok(family),
-        Err(reason) => Err(LabError::Usage(format!("family {}", reason))),
-    }
 }
 
 /// The file that a path leads to, so that two ways of writing it are one.

@@ -38,8 +38,8 @@ use crate::diagnose::statistics::Bootstrap;
 use crate::diagnose::thresholds::Thresholds;
 use crate::evaluate::{DensePart, PartStore, PlannedScheme, Request, SchemeResult, Sources, part};
 use crate::run::{
-    Announce, Folder, Manifest, RunConfig, RunOptions, calibrated, check_context, file_sha256, keep_bases, windows,
-    write_json,
+    Announce, Folder, Manifest, RunConfig, RunOptions, Training, calibrated, check_context, file_sha256, keep_bases,
+    training_windows, windows, write_json,
 };
 use crate::text::WindowOptions;
 use crate::{LabError, Observer, parse_device};
@@ -273,8 +273,8 @@ pub fn warn_of_seen(measured: &[crate::text::Windows], sources: &Sources) -> Res
     Ok(())
 }
 
-/// Carries out a configuration with a section `[compare]`, or goes on with it: the statistics that families need, passes part by part,
-/// and at the end [`FILE`] in the run's folder.
+/// Carries out a configuration with a section `[compare]`, or goes on with it: the statistics that families need, the basis that a
+/// section `[finetune]` trains, passes part by part, and at the end [`FILE`] in the run's folder.
 ///
 /// # Errors
 /// On any bad input, before the folder is touched; on interruption, with finished parts kept.
@@ -286,7 +286,7 @@ pub fn run(
 ) -> Result<Comparison, LabError> {
     let missing = || LabError::Usage("this configuration has no [compare] section".into());
     let section = config.compare.as_ref().ok_or_else(missing)?;
-    let asked = section.asked()?;
+    let asked = section.asked(config.finetune.is_some())?;
     let device = parse_device(&config.device)?;
     let loaded = load(&config.model, &device, &LoadOptions::default())?;
     let tokenizer = loaded.tokenizer()?;
@@ -305,25 +305,37 @@ pub fn run(
             windows(&c.text, &tokenizer, &options)?
         }
     };
+    let training_texts =
+        config.finetune.as_ref().map(|f| training_windows(f, &tokenizer, config.add_bos)).transpose()?;
     asked.check(section.context, loaded.config())?;
     if asked.needs_statistics() {
         check_calibration(&asked, calibration.map(|c| c.context), &loaded)?;
     }
     let given = Sources::load::<String>(&[], &section.basis, &loaded.fingerprint)?;
     asked.check_files(&given, loaded.config())?;
-    let needed = section.context.max(calibration.map_or(0, |c| c.context));
+    let others = [calibration.map(|c| c.context), config.finetune.as_ref().map(|f| f.context)];
+    let needed = others.into_iter().flatten().fold(section.context, usize::max);
     check_context(&loaded, needed)?;
     announce(&loaded, needed);
     let manifest = Manifest {
         program: crate::PROGRAM.into(),
         config: config.clone(),
         model: loaded.fingerprint.clone(),
-        texts: calibration_texts.iter().chain(&texts).map(|t| t.text.clone()).collect(),
+        texts: calibration_texts
+            .iter()
+            .chain(training_texts.iter().flat_map(|(train, held_out)| train.iter().chain(held_out)))
+            .chain(&texts)
+            .map(|t| t.text.clone())
+            .collect(),
         bases: section.basis.iter().map(|b| file_sha256(Path::new(b))).collect::<Result<_, _>>()?,
     };
     let (folder, _lock) = Folder::open(&options.out, &manifest)?;
     let bases = calibration.map(|_| vec![*asked.base()]).unwrap_or_default();
-    let sources = calibrated(config, bases, given, &loaded, &calibration_texts, &folder, options, observer)?;
+    let mut sources = calibrated(config, bases, given, &loaded, &calibration_texts, &folder, options, observer)?;
+    if let (Some(finetune), Some((train, held_out))) = (&config.finetune, &training_texts) {
+        let training = Training { config, finetune, train, held_out, scheme: asked.trained_scheme(), options };
+        sources.trained = Some(training.run(&loaded, &sources, &folder, observer)?);
+    }
     let derived = asked.candidates(&sources, loaded.config(), config.seed)?.all.into_iter().map(|c| c.planned);
     keep_bases(&derived.collect::<Vec<_>>(), &sources, &folder, config.seed)?;
     let request = Request {

@@ -11,20 +11,23 @@
 //! initial basis included. A layer stops early when none of its heads has got better for a while.
 //!
 //! A state folder holds one checkpoint for each layer, written whole or not at all, with the optimizer's moments; a run that was
-//! killed goes on from there to exactly the result of an uninterrupted one. `metrics.jsonl` there has one line for each measurement.
+//! killed goes on from there to exactly the result of an uninterrupted one. At the end [`METRICS`] there has one line for each
+//! measurement, and [`SUMMARY`] says how it went.
 
 mod capture;
 mod logits;
 mod state;
+mod summary;
 mod train;
+mod warnings;
 
 use std::path::Path;
 
-use headq::basis::{Basis, TrainedSide};
+use headq::basis::Basis;
 use headq::learn::Loss;
 use headq::quant::BaseQuantizer;
 use headq::scheme::{Family, KeyScheme, Scheme};
-use headq::{AttentionSite, KeyStatistics};
+use headq::{AttentionSite, Correction, KeyStatistics};
 use headq_models::{Fingerprint, LanguageModel};
 use serde::{Deserialize, Serialize};
 
@@ -33,8 +36,10 @@ use crate::text::{TextInfo, Windows};
 use crate::workers::map_in_order;
 use crate::{LabError, Observer, PROGRAM};
 use state::StateFolder;
+pub use summary::{LayerSummary, METRICS, SUMMARY, Stopped, Summary, Trained};
 pub use train::Measurement;
 use train::{LayerTask, LayerTrained};
+use warnings::count;
 
 /// Memory for captured queries and keys, in bytes.
 pub const CAPTURE_BYTES: u64 = 2 << 30;
@@ -185,6 +190,12 @@ pub struct Request<'a> {
     pub model: &'a LanguageModel,
     /// Its identity.
     pub fingerprint: &'a Fingerprint,
+    /// Model as given.
+    pub name: String,
+    /// Device as given.
+    pub device: String,
+    /// The command that was given.
+    pub command: String,
     /// Texts to train on.
     pub train: &'a [Windows],
     /// Texts that decide when to stop.
@@ -225,6 +236,8 @@ pub struct Finetuned {
     pub artifact: BasisArtifact,
     /// Every measurement, by layer.
     pub measurements: Vec<Measurement>,
+    /// How it went.
+    pub summary: Summary,
     /// Loss on held-out windows, mean over layers and heads: of the initial basis, and of what is saved.
     pub held_out: (f64, f64),
     /// The same without a correction.
@@ -264,29 +277,38 @@ impl Request<'_> {
         let quantizers = self.quantizers(&key)?;
         self.check_windows(&quantizers[0])?;
         let candidates = self.candidates(&key)?;
+        let settled: Vec<Vec<usize>> =
+            self.stats.layers.iter().map(|layer| warnings::settled(layer, candidates[0].scope)).collect();
         let state = StateFolder::open(folder, &self.manifest(&candidates))?;
+        let mut warnings = warnings::before(self, &key, &settled);
+        warnings.iter().for_each(|warning| tracing::warn!("{warning}"));
         let trained = match self.settings.is_end_to_end() {
-            true => self.end_to_end(key, &candidates, &state, observer),
-            false => self.by_layer(key, &quantizers, &candidates, &state, observer),
+            true => self.end_to_end(key, &candidates, &settled, &state, observer),
+            false => self.by_layer(key, &quantizers, &candidates, &settled, &state, observer),
         };
         let trained = match trained {
             // Settings that diverge are not taken up again.
             Err(error @ LabError::Training { .. }) => return Err(state.discard().err().unwrap_or(error)),
             other => other?,
         };
-        state.write_metrics(&trained)?;
-        self.finish(&key, &trained)
+        let late = warnings::after(self, &trained);
+        late.iter().for_each(|warning| tracing::warn!("{warning}"));
+        warnings.extend(late);
+        let summary = self.summary(&trained, warnings);
+        state.conclude(&trained, &summary)?;
+        Ok(self.finish(&key, &trained, summary))
     }
 
     fn end_to_end(
         &self,
         key: KeyScheme,
         candidates: &[Basis],
+        settled: &[Vec<usize>],
         state: &StateFolder,
         observer: &dyn Observer,
     ) -> Result<Vec<LayerTrained>, LabError> {
         let progress = train::Progress::new(observer, 1, self.settings.steps);
-        let trained = logits::EndToEnd { request: self, key, candidates }.run(state, &progress);
+        let trained = logits::EndToEnd { request: self, key, candidates, settled }.run(state, &progress);
         progress.close();
         trained
     }
@@ -296,6 +318,7 @@ impl Request<'_> {
         key: KeyScheme,
         quantizers: &[BaseQuantizer],
         candidates: &[Basis],
+        settled: &[Vec<usize>],
         state: &StateFolder,
         observer: &dyn Observer,
     ) -> Result<Vec<LayerTrained>, LabError> {
@@ -323,8 +346,9 @@ impl Request<'_> {
                         site: self.site(layer),
                         quantizer: &quantizers[layer],
                         windows: &captures[i],
-                        held_out: self.held_out.iter().map(|t| t.windows.len()).sum(),
+                        held_out: count(self.held_out),
                         candidates,
+                        settled: &settled[layer],
                         settings: self.settings,
                         seed: self.seed,
                         device: self.model.device(),
@@ -348,7 +372,7 @@ impl Request<'_> {
     }
 
     fn window_count(&self) -> usize {
-        self.train.iter().chain(self.held_out).map(|t| t.windows.len()).sum()
+        count(self.train) + count(self.held_out)
     }
 
     fn site(&self, layer: usize) -> AttentionSite {
@@ -366,7 +390,6 @@ impl Request<'_> {
     }
 
     fn check_windows(&self, quantizer: &BaseQuantizer) -> Result<(), LabError> {
-        let count = |texts: &[Windows]| texts.iter().map(|t| t.windows.len()).sum::<usize>();
         if count(self.train) == 0 || count(self.held_out) == 0 {
             let reason = "fine-tuning needs at least one window to train on and one held out to stop by";
             return Err(LabError::Usage(reason.into()));
@@ -412,33 +435,51 @@ impl Request<'_> {
         }
     }
 
-    /// All layers' parameters as one artifact.
-    fn finish(&self, key: &KeyScheme, trained: &[LayerTrained]) -> Result<Finetuned, LabError> {
-        let side = key.side.ok_or_else(|| LabError::Usage("no side code".into()))?;
-        let join = |part: &dyn Fn(&LayerTrained) -> Option<&Vec<f32>>| -> Option<Vec<f32>> {
-            trained.iter().map(|t| part(t).cloned()).collect::<Option<Vec<_>>>().map(|all| all.concat())
+    fn summary(&self, trained: &[LayerTrained], warnings: Vec<String>) -> Summary {
+        let texts = |texts: &[Windows]| Trained {
+            texts: texts.iter().map(|t| t.text.clone()).collect(),
+            windows: count(texts),
         };
+        let one = |layer, trained: &LayerTrained| LayerSummary::of(layer, trained, self.settings);
+        let layers = match self.settings.is_end_to_end() {
+            true => vec![one(None, &trained[0])],
+            false => trained.iter().enumerate().map(|(layer, trained)| one(Some(layer), trained)).collect(),
+        };
+        Summary {
+            program: PROGRAM.into(),
+            command: self.command.clone(),
+            model: self.name.clone(),
+            fingerprint: self.fingerprint.clone(),
+            device: self.device.clone(),
+            seed: self.seed,
+            add_bos: self.add_bos,
+            context: self.context(),
+            scheme: self.scheme.to_string(),
+            settings: self.settings.clone(),
+            train: texts(self.train),
+            held_out: texts(self.held_out),
+            warnings,
+            layers,
+        }
+    }
+
+    /// All layers' parameters as one artifact.
+    fn finish(&self, key: &KeyScheme, trained: &[LayerTrained], summary: Summary) -> Finetuned {
+        let side = key.side.expect("check_scheme found a side code");
         let mean = |loss: &dyn Fn(&LayerTrained) -> &[f64]| {
             let all: Vec<f64> = trained.iter().flat_map(|t| loss(t).iter().copied()).collect();
-            all.iter().sum::<f64>() / all.len() as f64
+            state::mean(&all)
         };
-        let config = self.model.config();
-        let side_heads = trained[0].best.decoder.len() / (config.head_dim * side.rank);
-        let basis = Basis {
-            family: Family::Learned,
-            scope: side.scope,
-            layers: trained.len(),
-            side_heads,
-            head_dim: config.head_dim,
-            rank: side.rank,
-            decoder: join(&|t| Some(&t.best.decoder)).unwrap_or_default(),
-            encoder: join(&|t| t.best.encoder.as_ref()),
-            trained: Some(TrainedSide { bits: side.bits, scales: side.scales, clip: join(&|t| t.best.clip.as_ref()) }),
-        };
+        let head_dim = self.model.config().head_dim;
+        let side_heads = trained[0].best.decoder.len() / (head_dim * side.rank);
+        let correction =
+            |t: &LayerTrained| t.best.correction(key, [side_heads, head_dim, side.rank], &self.model.device());
+        let corrections: Vec<Correction> = trained.iter().map(correction).collect();
         let mut header = self.stats.header.clone();
         header.kind = "basis".into();
         header.program = PROGRAM.into();
-        header.texts = self.train.iter().chain(self.held_out).map(|t| t.text.clone()).collect();
+        let trained_on = self.train.iter().chain(self.held_out).map(|t| t.text.clone());
+        header.texts = trained_on.chain(self.stats.header.texts.clone()).collect();
         header.tokens = self.window_count() * self.context();
         header.context = self.context();
         header.add_bos = self.add_bos;
@@ -449,12 +490,13 @@ impl Request<'_> {
             scales: Some(side.scales.to_string()),
             ..BasisHeader::derived(Family::Learned, side.rank, side.scope, self.seed)
         });
-        Ok(Finetuned {
-            artifact: BasisArtifact { header, basis },
+        Finetuned {
+            artifact: BasisArtifact { header, basis: Basis::learned(&side, &corrections) },
             measurements: trained.iter().flat_map(|t| t.measurements.clone()).collect(),
+            summary,
             held_out: (mean(&|t| &t.initial_loss), mean(&|t| &t.best_loss)),
             uncorrected: mean(&|t| &t.uncorrected_loss),
-        })
+        }
     }
 }
 

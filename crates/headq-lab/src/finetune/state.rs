@@ -7,13 +7,19 @@ use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::Manifest;
 use super::train::{LayerTrained, Measurement, Point};
+use super::{Manifest, Settings, Summary};
 use crate::LabError;
 use crate::artifact::{is_temporary, write_atomic};
 
+/// A training loss this many times the initial one has diverged.
+const DIVERGED: f64 = 100.0;
+
+/// Losses below this are not told apart.
+const NO_LOSS: f64 = 1e-9;
+
 /// A folder with `finetune.json` (what is asked for), `layer-N.safetensors` (how far each layer is) and, at the end,
-/// `metrics.jsonl`. Locked while it is in use.
+/// [`METRICS`](super::METRICS) and [`SUMMARY`](super::SUMMARY). Locked while it is in use.
 pub struct StateFolder {
     path: PathBuf,
     _lock: File,
@@ -43,6 +49,47 @@ pub struct LayerHeader {
     pub initial_train: f64,
     /// Measurements so far.
     pub measurements: Vec<Measurement>,
+    /// Seconds spent so far.
+    #[serde(default)]
+    pub seconds: f64,
+}
+
+/// Losses before the first step.
+pub struct InitialLosses {
+    /// On the training windows, all heads together.
+    pub train: f64,
+    /// On the held-out windows, by head.
+    pub held_out: Vec<f64>,
+    /// The same without a correction.
+    pub uncorrected: Vec<f64>,
+}
+
+impl LayerHeader {
+    /// Fails where a training loss says that training has diverged.
+    pub fn check(&self, loss: f64, settings: &Settings) -> Result<(), String> {
+        if loss.is_nan() || loss > DIVERGED * self.initial_train.max(NO_LOSS) {
+            let (from, lr) = (self.initial_train, settings.lr);
+            return Err(format!("the loss has grown from {from:.3e} to {loss:.3e}; lower the learning rate {lr}"));
+        }
+        Ok(())
+    }
+
+    /// Adds a measurement of the held-out loss, beside the mean training loss of `heads` heads since the last one.
+    pub fn note(&mut self, layer: usize, lr: f64, heads: usize, held_out: f64) {
+        let (sum, count) = std::mem::take(&mut self.running);
+        self.measurements.push(Measurement {
+            layer,
+            step: self.step,
+            lr,
+            loss: sum / (count * heads) as f64,
+            held_out,
+            best: mean(&self.best_loss),
+        });
+    }
+}
+
+pub fn mean(x: &[f64]) -> f64 {
+    x.iter().sum::<f64>() / x.len() as f64
 }
 
 /// A layer's checkpoint: the parameters, AdamW's two moments of each, and the best parameters so far.
@@ -132,9 +179,9 @@ impl StateFolder {
         write_atomic(&path, &bytes)
     }
 
-    /// Writes all measurements, one JSON object a line.
-    pub fn write_metrics(&self, layers: &[LayerTrained]) -> Result<(), LabError> {
-        let path = self.path.join("metrics.jsonl");
+    /// Writes how it went, and all measurements, one JSON object a line.
+    pub fn conclude(&self, layers: &[LayerTrained], summary: &Summary) -> Result<(), LabError> {
+        let path = self.path.join(super::METRICS);
         let mut text = String::new();
         for measurement in layers.iter().flat_map(|l| &l.measurements) {
             let line = serde_json::to_string(measurement)
@@ -142,11 +189,55 @@ impl StateFolder {
             text.push_str(&line);
             text.push('\n');
         }
-        write_atomic(&path, text.as_bytes())
+        write_atomic(&path, text.as_bytes())?;
+        crate::run::write_json(&self.path.join(super::SUMMARY), summary)
     }
 }
 
 impl Checkpoint {
+    /// The beginning of layer `layer` at a point.
+    pub fn new(layer: usize, now: Point, losses: InitialLosses) -> Self {
+        let held_out = mean(&losses.held_out);
+        let loss = losses.train / losses.held_out.len() as f64;
+        let header = LayerHeader {
+            step: 0,
+            // A base code that loses nothing leaves nothing to learn.
+            finished: losses.train <= NO_LOSS,
+            idle: 0,
+            running: (0.0, 0),
+            uncorrected_loss: losses.uncorrected,
+            best_loss: losses.held_out.clone(),
+            initial_loss: losses.held_out,
+            initial_train: losses.train,
+            measurements: vec![Measurement { layer, step: 0, lr: 0.0, loss, held_out, best: held_out }],
+            seconds: 0.0,
+        };
+        let zeros = now.zeros_like();
+        Self { header, best: now.clone(), first: zeros.clone(), second: zeros, now }
+    }
+
+    /// Takes a step to `now`, after a training loss; those of `heads` heads that are settled stay where they are.
+    ///
+    /// Fails where a number is not finite.
+    pub fn advance(
+        &mut self,
+        mut now: Point,
+        loss: f64,
+        settled: &[usize],
+        heads: usize,
+        settings: &Settings,
+    ) -> Result<(), String> {
+        settled.iter().for_each(|&head| now.take_head(&self.now, head, heads));
+        if !now.is_finite() {
+            return Err(format!("the parameters are not finite; lower the learning rate {}", settings.lr));
+        }
+        self.now = now;
+        self.header.step += 1;
+        self.header.running.0 += loss;
+        self.header.running.1 += 1;
+        Ok(())
+    }
+
     fn points(&self) -> [(&'static str, &Point); 4] {
         [("now", &self.now), ("first", &self.first), ("second", &self.second), ("best", &self.best)]
     }

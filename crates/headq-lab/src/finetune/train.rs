@@ -1,5 +1,7 @@
 //! Training of one layer: all of its heads at once, each with its own loss.
 
+use std::time::Instant;
+
 use burn::optim::{AdamW, AdamWConfig, AdamWState, AdaptiveMomentumState, Optimizer};
 use burn::tensor::{Device, Gradients, Tensor, TensorData};
 use headq::AttentionSite;
@@ -15,15 +17,9 @@ use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
 use super::capture::Captured;
-use super::state::{Checkpoint, LayerHeader, StateFolder};
+use super::state::{Checkpoint, InitialLosses, StateFolder, mean};
 use super::{SAMPLE_BYTES, Settings};
 use crate::{LabError, Observer};
-
-/// A training loss this many times the initial one has diverged.
-pub const DIVERGED: f64 = 100.0;
-
-/// Losses below this are not told apart.
-pub const NO_LOSS: f64 = 1e-9;
 
 /// Clip factors to begin with, of which each head takes the best.
 const INITIAL_CLIPS: [f32; 3] = [1.0, 0.9, 0.8];
@@ -74,7 +70,7 @@ impl Point {
     }
 
     /// Takes one head's parameters from another point.
-    fn take_head(&mut self, other: &Point, head: usize, heads: usize) {
+    pub fn take_head(&mut self, other: &Point, head: usize, heads: usize) {
         let copy = |to: &mut Vec<f32>, from: &Vec<f32>| {
             let size = to.len() / heads;
             to[head * size..(head + 1) * size].copy_from_slice(&from[head * size..(head + 1) * size]);
@@ -125,6 +121,11 @@ impl Point {
         (0..layers).map(point).collect()
     }
 
+    /// The same with U = 0, which corrects nothing.
+    pub fn without_correction(&self) -> Self {
+        Self { decoder: vec![0.0; self.decoder.len()], ..self.clone() }
+    }
+
     pub fn is_finite(&self) -> bool {
         self.parts().all(|(_, x)| x.iter().all(|v| v.is_finite()))
     }
@@ -138,12 +139,18 @@ pub struct LayerTrained {
     pub initial_loss: Vec<f64>,
     pub best_loss: Vec<f64>,
     pub measurements: Vec<Measurement>,
+    /// Optimizer steps taken.
+    pub steps: usize,
+    /// Seconds that they took, measurements included.
+    pub seconds: f64,
 }
 
 impl From<Checkpoint> for LayerTrained {
     fn from(c: Checkpoint) -> Self {
         Self {
             best: c.best,
+            steps: c.header.step,
+            seconds: c.header.seconds,
             uncorrected_loss: c.header.uncorrected_loss,
             initial_loss: c.header.initial_loss,
             best_loss: c.header.best_loss,
@@ -169,11 +176,6 @@ impl<'a> Progress<'a> {
     /// Counts steps, also those that a layer that stops early, or goes on from a checkpoint, does not take.
     pub fn advance(&self, steps: usize) {
         (0..steps).for_each(|_| self.0.step());
-    }
-
-    /// Whether to stop.
-    pub fn stops(&self) -> bool {
-        self.0.cancelled()
     }
 
     /// Says how training goes.
@@ -202,6 +204,8 @@ pub struct LayerTask<'a> {
     pub windows: &'a [Captured],
     pub held_out: usize,
     pub candidates: &'a [Basis],
+    /// Heads that keep their initial parameters.
+    pub settled: &'a [usize],
     pub settings: &'a Settings,
     pub seed: u64,
     pub device: Device,
@@ -242,14 +246,6 @@ impl<'a> Samples<'a> {
     }
 }
 
-fn total(losses: &[f64]) -> f64 {
-    losses.iter().sum()
-}
-
-fn mean(losses: &[f64]) -> f64 {
-    total(losses) / losses.len() as f64
-}
-
 impl LayerTask<'_> {
     fn sample(&self, window: usize) -> Sample {
         let (q, k) = self.windows[window].tensors(&self.device);
@@ -269,13 +265,81 @@ impl LayerTask<'_> {
         point.correction(&self.key, self.shape(), device)
     }
 
-    /// Where training begins: for each head the candidate of the least training loss.
-    fn begin(&self, samples: &Samples) -> Checkpoint {
-        let train = 0..self.train_windows();
+    /// Trains to the end, from the last checkpoint if there is one.
+    pub fn run(&self, folder: &StateFolder, progress: &Progress) -> Result<LayerTrained, LabError> {
+        train(&Samples::new(self), self.layer, folder, progress).map(LayerTrained::from)
+    }
+}
+
+/// What is trained as one: a layer, or all of them.
+pub trait Course {
+    fn settings(&self) -> &Settings;
+    /// Where training begins.
+    fn begin(&self) -> Result<Checkpoint, LabError>;
+    /// One step of the optimizer.
+    fn step(&self, c: &mut Checkpoint) -> Result<(), LabError>;
+    /// Measures held-out windows, and takes note of what has got better.
+    fn measure(&self, c: &mut Checkpoint) -> Result<(), LabError>;
+}
+
+/// Trains to the end, from checkpoint `at` of the folder if there is one.
+pub fn train(
+    course: &impl Course,
+    at: usize,
+    folder: &StateFolder,
+    progress: &Progress,
+) -> Result<Checkpoint, LabError> {
+    let begun = Instant::now();
+    let settings = course.settings();
+    let mut c = match folder.load(at)? {
+        Some(checkpoint) if checkpoint.header.finished => {
+            progress.advance(settings.steps);
+            return Ok(checkpoint);
+        }
+        Some(checkpoint) => checkpoint,
+        None => course.begin()?,
+    };
+    let before = c.header.seconds;
+    let save = |c: &mut Checkpoint| {
+        c.header.seconds = before + begun.elapsed().as_secs_f64();
+        folder.save(at, c)
+    };
+    progress.advance(c.header.step);
+    while !c.header.finished {
+        if progress.cancelled() {
+            save(&mut c)?;
+            return Err(LabError::Interrupted);
+        }
+        course.step(&mut c)?;
+        progress.advance(1);
+        let last = c.header.step == settings.steps;
+        if last || c.header.step.is_multiple_of(settings.measure_every) {
+            course.measure(&mut c)?;
+            progress.show(&c.header.measurements[c.header.measurements.len() - 1]);
+            c.header.finished = last || c.header.idle >= settings.patience;
+        }
+        if !c.header.finished && c.header.step.is_multiple_of(settings.save_every) {
+            save(&mut c)?;
+        }
+    }
+    progress.advance(settings.steps - c.header.step);
+    save(&mut c)?;
+    Ok(c)
+}
+
+impl Course for Samples<'_> {
+    fn settings(&self) -> &Settings {
+        self.task.settings
+    }
+
+    /// For each head the candidate of the least training loss.
+    fn begin(&self) -> Result<Checkpoint, LabError> {
+        let task = self.task;
+        let train = 0..task.train_windows();
         let points: Vec<Point> =
-            self.candidates.iter().flat_map(|b| initial(&self.key, self.settings, b, self.layer)).collect();
+            task.candidates.iter().flat_map(|b| initial(&task.key, task.settings, b, task.layer)).collect();
         let losses: Vec<Vec<f64>> =
-            points.iter().map(|p| samples.mean(train.clone(), &self.correction(p, &self.device))).collect();
+            points.iter().map(|p| self.mean(train.clone(), &task.correction(p, &task.device))).collect();
         let heads = losses[0].len();
         let mut now = points[0].clone();
         let mut initial_train = 0.0;
@@ -285,98 +349,40 @@ impl LayerTask<'_> {
             now.take_head(&points[best], head, heads);
             initial_train += own[best];
         }
-        let held_out = self.train_windows()..self.windows.len();
-        let nothing = Point { decoder: vec![0.0; now.decoder.len()], ..now.clone() };
-        let uncorrected_loss = samples.mean(held_out.clone(), &self.correction(&nothing, &self.device));
-        let initial_loss = samples.mean(held_out, &self.correction(&now, &self.device));
-        let first = Measurement {
-            layer: self.layer,
-            step: 0,
-            lr: 0.0,
-            loss: initial_train / heads as f64,
-            held_out: mean(&initial_loss),
-            best: mean(&initial_loss),
+        let held_out =
+            |point: &Point| self.mean(task.train_windows()..task.windows.len(), &task.correction(point, &task.device));
+        let losses = InitialLosses {
+            train: initial_train,
+            held_out: held_out(&now),
+            uncorrected: held_out(&now.without_correction()),
         };
-        let header = LayerHeader {
-            step: 0,
-            // A base code that loses nothing leaves nothing to learn.
-            finished: initial_train <= NO_LOSS,
-            idle: 0,
-            running: (0.0, 0),
-            uncorrected_loss,
-            best_loss: initial_loss.clone(),
-            initial_loss,
-            initial_train,
-            measurements: vec![first],
-        };
-        let zeros = now.zeros_like();
-        Checkpoint { header, best: now.clone(), first: zeros.clone(), second: zeros, now }
+        Ok(Checkpoint::new(task.layer, now, losses))
     }
 
-    /// Trains to the end, from the last checkpoint if there is one.
-    pub fn run(&self, folder: &StateFolder, progress: &Progress) -> Result<LayerTrained, LabError> {
-        let samples = Samples::new(self);
-        let mut c = match folder.load(self.layer)? {
-            Some(checkpoint) => checkpoint,
-            None => self.begin(&samples),
-        };
-        progress.advance(c.header.step);
-        while !c.header.finished {
-            if progress.cancelled() {
-                folder.save(self.layer, &c)?;
-                return Err(LabError::Interrupted);
-            }
-            self.step(&samples, &mut c)?;
-            progress.advance(1);
-            let last = c.header.step == self.settings.steps;
-            if last || c.header.step.is_multiple_of(self.settings.measure_every) {
-                self.measure(&samples, &mut c);
-                progress.show(&c.header.measurements[c.header.measurements.len() - 1]);
-                c.header.finished = last || c.header.idle >= self.settings.patience;
-            }
-            if !c.header.finished && c.header.step.is_multiple_of(self.settings.save_every) {
-                folder.save(self.layer, &c)?;
-            }
-        }
-        progress.advance(self.settings.steps - c.header.step);
-        folder.save(self.layer, &c)?;
-        Ok(c.into())
-    }
-
-    fn step(&self, samples: &Samples, c: &mut Checkpoint) -> Result<(), LabError> {
-        let step = c.header.step;
-        let fail = |reason: String| LabError::Training { layer: self.layer, step: step + 1, reason };
-        let correction = self.correction(&c.now, &self.device.clone().autodiff());
-        let windows = batch(self.settings, self.train_windows(), head_seed(self.seed, self.layer, 0), step);
+    fn step(&self, c: &mut Checkpoint) -> Result<(), LabError> {
+        let (task, step) = (self.task, c.header.step);
+        let fail = |reason: String| LabError::Training { layer: task.layer, step: step + 1, reason };
+        let correction = task.correction(&c.now, &task.device.clone().autodiff());
+        let windows = batch(task.settings, task.train_windows(), head_seed(task.seed, task.layer, 0), step);
         let share = 1.0 / windows.len() as f64;
         let (mut loss, mut graph) = (0.0, None);
         for window in windows {
-            let made = samples.with(window, |sample| sample.loss(&correction));
-            loss += share * total(&made.by_head);
+            let made = self.with(window, |sample| sample.loss(&correction));
+            loss += share * made.by_head.iter().sum::<f64>();
             let scaled = made.total.mul_scalar(share);
             graph = Some(graph.map_or(scaled.clone(), |sum: Tensor<1>| sum + scaled));
         }
-        let limit = DIVERGED * c.header.initial_train.max(NO_LOSS);
-        if loss.is_nan() || loss > limit {
-            return Err(fail(format!(
-                "the loss has grown from {:.3e} to {loss:.3e}; lower the learning rate {}",
-                c.header.initial_train, self.settings.lr
-            )));
-        }
+        c.header.check(loss, task.settings).map_err(fail)?;
         let gradients = graph.ok_or_else(|| fail("no windows".into()))?.backward();
-        let rate = learning_rate(self.settings, step);
-        c.now = updated(&self.key, correction.parts(), &gradients, rate, step, (&mut c.first, &mut c.second));
-        if !c.now.is_finite() {
-            return Err(fail(format!("the parameters are not finite; lower the learning rate {}", self.settings.lr)));
-        }
-        c.header.step += 1;
-        c.header.running.0 += loss;
-        c.header.running.1 += 1;
-        Ok(())
+        let rate = learning_rate(task.settings, step);
+        let now = updated(&task.key, correction.parts(), &gradients, rate, step, (&mut c.first, &mut c.second));
+        let heads = c.header.best_loss.len();
+        c.advance(now, loss, task.settled, heads, task.settings).map_err(fail)
     }
 
-    fn measure(&self, samples: &Samples, c: &mut Checkpoint) {
-        let losses = samples.mean(self.train_windows()..self.windows.len(), &self.correction(&c.now, &self.device));
+    fn measure(&self, c: &mut Checkpoint) -> Result<(), LabError> {
+        let task = self.task;
+        let losses = self.mean(task.train_windows()..task.windows.len(), &task.correction(&c.now, &task.device));
         let heads = losses.len();
         c.header.idle += 1;
         for (head, &loss) in losses.iter().enumerate() {
@@ -386,15 +392,9 @@ impl LayerTask<'_> {
                 c.header.idle = 0;
             }
         }
-        let (sum, count) = std::mem::take(&mut c.header.running);
-        c.header.measurements.push(Measurement {
-            layer: self.layer,
-            step: c.header.step,
-            lr: learning_rate(self.settings, c.header.step - 1),
-            loss: sum / (count * heads) as f64,
-            held_out: mean(&losses),
-            best: mean(&c.header.best_loss),
-        });
+        let lr = learning_rate(task.settings, c.header.step - 1);
+        c.header.note(task.layer, lr, heads, mean(&losses));
+        Ok(())
     }
 }
 

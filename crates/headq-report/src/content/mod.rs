@@ -5,6 +5,7 @@ mod columns;
 mod comparison;
 mod counterexamples;
 mod direction;
+mod finetuning;
 mod headline;
 mod metric;
 mod null_space;
@@ -49,6 +50,9 @@ pub fn document(runs: &[Run], command: &str) -> Document {
             sections.push(Section { id, title: format!("{} {title}", i + 1), claim: Some(claim.into()), panes });
         }
     }
+    let trained = panes(&|run| finetuning::blocks(&run.finetunings, command));
+    let claim = Some("Held-out windows decide which parameters of each head are kept.".to_string());
+    sections.push(Section { id: "finetuning", title: "Fine-tuning".into(), claim, panes: trained });
     let evaluated = panes(&|run| {
         run.evaluation.as_ref().map(|e| perplexity::evaluation(e, &provenance::of_evaluation(e, command)))
     });

@@ -4,6 +4,7 @@ use headq_lab::compare::data::Comparison;
 use headq_lab::diagnose::data::Diagnosis;
 use headq_lab::diagnose::thresholds::Thresholds;
 use headq_lab::evaluate::Evaluation;
+use headq_lab::finetune::{Summary, Trained};
 use headq_lab::text::TextInfo;
 use headq_models::Fingerprint;
 
@@ -120,6 +121,44 @@ pub fn of_comparison(comparison: &Comparison, command: &str) -> Text {
     source.commands().into_iter().fold(source.measured.clone(), line)
 }
 
+/// Provenance of the figures of a fine-tuning.
+pub fn of_finetuning(summary: &Summary, command: &str) -> Source {
+    let texts: Vec<String> = summary.train.texts.iter().map(|text| text.path.display().to_string()).collect();
+    let measured = Text::from("Model ")
+        .then_code(&summary.model)
+        .then(format!(" ({}); text ", architecture(&summary.fingerprint)))
+        .then_code(texts.join(", "))
+        .then(format!(
+            "; {} of {} to train on, {} held out; seed {}.",
+            plural(summary.train.windows, "window"),
+            count(summary.context as u64),
+            count(summary.held_out.windows as u64),
+            summary.seed
+        ));
+    Source { measured, command: Some(summary.command.clone()), report: command.into() }
+}
+
+fn finetuning(summary: &Summary) -> Table {
+    let windows = |trained: &Trained| format!("{} of {}", count(trained.windows as u64), count(summary.context as u64));
+    let settings = serde_json::to_value(&summary.settings).unwrap_or_default();
+    let settings = settings.as_object().into_iter().flatten();
+    let setting = |(name, value): (&String, &serde_json::Value)| {
+        let value = value.as_str().map_or(value.to_string(), str::to_owned);
+        row(&name.replace('_', " "), value)
+    };
+    let rows = [
+        row("model", Text::code(&summary.model)),
+        row("weights, SHA-256", Text::code(&summary.fingerprint.weights_sha256)),
+        row("device", Text::code(&summary.device)),
+        row("seed", summary.seed.to_string()),
+        row("windows to train on", windows(&summary.train)),
+        row("windows held out", windows(&summary.held_out)),
+        row("program", summary.program.clone()),
+    ];
+    let caption = Text::from("The fine-tuning of ").then_code(&summary.scheme).then(".");
+    facts(caption, rows.into_iter().chain(settings.map(setting)).collect())
+}
+
 /// Everything that is needed to make a run again.
 pub fn blocks(run: &Run) -> Vec<Block> {
     let mut blocks = Vec::new();
@@ -136,6 +175,10 @@ pub fn blocks(run: &Run) -> Vec<Block> {
         }
         blocks.push(Block::Table(thresholds(&diagnosis.thresholds)));
     }
+    for summary in run.finetunings.iter().map(|f| &f.summary) {
+        blocks.push(Block::Table(finetuning(summary)));
+        blocks.push(Block::Table(texts("Texts that were trained on.", &summary.train.texts)));
+    }
     if let Some(evaluation) = &run.evaluation {
         blocks.push(Block::Table(facts("The evaluation.", measured!(evaluation).rows())));
         blocks.push(Block::Table(texts("Texts that were evaluated.", &evaluation.texts)));
@@ -147,7 +190,7 @@ pub fn blocks(run: &Run) -> Vec<Block> {
     blocks
 }
 
-fn facts(caption: &str, rows: Vec<Vec<Cell>>) -> Table {
+fn facts(caption: impl Into<Text>, rows: Vec<Vec<Cell>>) -> Table {
     Table::from_rows(caption, ["setting", "value"].map(|title| (title.to_string(), Align::Left)).to_vec(), rows)
 }
 

@@ -4,12 +4,13 @@ use std::path::Path;
 
 use headq_lab::diagnose::data::{Interval, LINKS};
 use headq_lab::evaluate::SchemeResult;
+use headq_lab::finetune::LayerSummary;
 
 use super::headline::Headline;
 use super::provenance::architecture;
-use crate::Run;
 use crate::document::{Align, Block, Cell, Column, KeyNumber, Pane, Section, Table, Text};
 use crate::format::{self, count, maybe, percent, rho};
+use crate::{Finetuning, Run};
 
 /// Model and text in a line, where there is one run.
 pub fn subtitle(runs: &[Run]) -> Text {
@@ -20,11 +21,12 @@ pub fn subtitle(runs: &[Run]) -> Text {
 
 /// The model as given, and its identity.
 fn model(run: &Run) -> (&str, Option<&headq_models::Fingerprint>) {
-    match (&run.diagnosis, &run.evaluation, &run.comparison) {
+    match (&run.diagnosis, &run.evaluation, &run.comparison, run.finetunings.first()) {
         (Some(d), ..) => (&d.model, Some(&d.fingerprint)),
-        (None, Some(e), _) => (&e.model, Some(&e.fingerprint)),
-        (None, None, Some(c)) => (&c.model, Some(&c.fingerprint)),
-        (None, None, None) => ("", None),
+        (None, Some(e), ..) => (&e.model, Some(&e.fingerprint)),
+        (None, None, Some(c), _) => (&c.model, Some(&c.fingerprint)),
+        (None, None, None, Some(f)) => (&f.summary.model, Some(&f.summary.fingerprint)),
+        (None, None, None, None) => ("", None),
     }
 }
 
@@ -44,7 +46,8 @@ fn one(run: &Run) -> Vec<Block> {
         blocks.push(Block::Chain(headline.verdicts.to_vec()));
     }
     let numbers = [perplexity, correlation, counterexamples, flips];
-    blocks.push(Block::KeyNumbers(numbers.iter().filter_map(|number| number(&headline)).collect()));
+    let numbers = numbers.iter().filter_map(|number| number(&headline));
+    blocks.push(Block::KeyNumbers(numbers.chain(run.finetunings.iter().map(trained)).collect()));
     blocks
 }
 
@@ -104,6 +107,17 @@ fn flips(headline: &Headline) -> Option<KeyNumber> {
         value: format!("{} → {}", maybe(base, percent), maybe(corrected, percent)),
         detail: "of the queries that read a coded key".into(),
     })
+}
+
+fn trained(finetuning: &Finetuning) -> KeyNumber {
+    let layers = &finetuning.summary.layers;
+    let mean =
+        |loss: fn(&LayerSummary) -> f64| format::number(layers.iter().map(loss).sum::<f64>() / layers.len() as f64);
+    KeyNumber {
+        name: "Held-out loss: no correction → initial basis → trained",
+        value: format!("{} → {} → {}", mean(|l| l.uncorrected), mean(|l| l.initial), mean(|l| l.best)),
+        detail: Text::code(&finetuning.summary.scheme),
+    }
 }
 
 /// A run in the joint table.

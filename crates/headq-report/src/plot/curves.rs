@@ -22,6 +22,8 @@ pub enum Kind {
     ShareByRank,
     /// Fisher error against α.
     FisherByShift,
+    /// A loss against the optimizer's steps.
+    LossByStep,
 }
 
 /// Curves over a common axis.
@@ -47,6 +49,7 @@ impl Curves {
                 ((Axis::log(x).with_ticks(ticks), "rank"), (Axis::linear(y).with_zero().labelled(percent), "captured"))
             }
             Kind::FisherByShift => ((Axis::linear(x), "α"), (Axis::auto(y).with_zero(), "Fisher error, nats")),
+            Kind::LossByStep => ((Axis::linear(x).whole(), "step"), (Axis::auto(y), "loss")),
         }
     }
 }

@@ -1,0 +1,83 @@
+//! What a fine-tuning should say of itself: settings and heads of which little is to be expected.
+
+use headq::scheme::{KeyScheme, Scope};
+use headq::stats::{LayerStats, Moments};
+
+use super::Request;
+use super::train::LayerTrained;
+use crate::text::Windows;
+
+/// A head whose residuals vary by less than this share of its keys' mean square has residuals that no softmax can see.
+const STILL: f64 = 1e-12;
+
+/// Windows of all texts together.
+pub fn count(texts: &[Windows]) -> usize {
+    texts.iter().map(|t| t.windows.len()).sum()
+}
+
+/// What can be said before training begins.
+pub fn before(request: &Request, key: &KeyScheme, settled: &[Vec<usize>]) -> Vec<String> {
+    let rank = key.side.map_or(0, |side| side.rank);
+    let width = request.model.config().head_dim;
+    let one_window = (count(request.train) == 1).then(|| {
+        format!(
+            "one window of {} tokens to train on: the basis is likely to fit the attention of that window and of no other text \
+             (overfitting); train on more windows",
+            request.context()
+        )
+    });
+    let full_rank = (rank == width).then(|| {
+        format!(
+            "rank {rank} is the head width: the correction is not low-rank, it codes each key a second time; hold it against a base \
+             quantizer of more bits, or give a lower rank"
+        )
+    });
+    let heads = settled.iter().enumerate().filter(|(_, heads)| !heads.is_empty()).map(|(layer, heads)| {
+        let list: Vec<String> = heads.iter().map(usize::to_string).collect();
+        format!("layer {layer} {} {}", if heads.len() == 1 { "head" } else { "heads" }, list.join(", "))
+    });
+    let heads: Vec<String> = heads.collect();
+    let nothing = (!heads.is_empty()).then(|| {
+        format!(
+            "nothing to correct in {}: all queries are zero there, or the base code changes all keys alike, which no softmax sees; these \
+             heads keep their initial basis",
+            heads.join("; ")
+        )
+    });
+    [one_window, full_rank, nothing].into_iter().flatten().collect()
+}
+
+/// What can be said at the end.
+pub fn after(request: &Request, trained: &[LayerTrained]) -> Vec<String> {
+    let gained = trained.iter().any(|t| t.best_loss.iter().zip(&t.initial_loss).any(|(best, initial)| best < initial));
+    let idle = trained.iter().all(|t| t.steps == 0);
+    let message = if idle {
+        "nothing to learn: the initial basis leaves no loss on the training windows, and is what is saved".to_string()
+    } else {
+        format!(
+            "no head got better on the held-out windows than its initial basis, which is what is saved; give a learning rate below {}, or \
+             more windows to train on",
+            request.settings.lr
+        )
+    };
+    (!gained).then_some(message).into_iter().collect()
+}
+
+/// Heads of a layer that have nothing to correct: no query reads anything of them, or their residuals do not vary.
+pub fn settled(layer: &LayerStats, scope: Scope) -> Vec<usize> {
+    let group = layer.q.len() / layer.k.len();
+    let heads = match scope {
+        Scope::KvHead => layer.k.len(),
+        Scope::QueryHead => layer.q.len(),
+    };
+    let still = |head: usize| {
+        let (queries, kv_head) = match scope {
+            Scope::KvHead => (layer.pooled_queries(head), head),
+            Scope::QueryHead => (layer.q[head].clone(), head / group),
+        };
+        let size = |m: &Moments| m.second().trace();
+        let varies = layer.e[kv_head].covariance().trace() > STILL * size(&layer.k[kv_head]);
+        size(&queries) == 0.0 || !varies
+    };
+    (0..heads).filter(|&head| still(head)).collect()
+}
