@@ -151,6 +151,55 @@ fn every_loss_and_shape_trains() {
     }
 }
 
+/// Standard error of a fine-tuning that must succeed, with flags in the place of [`BASIC`]'s own where it has them.
+#[track_caller]
+fn says(world: &World, args: &[&str]) -> String {
+    let mut all = BASIC.to_vec();
+    for pair in args.chunks(2) {
+        match all.iter().position(|a| *a == pair[0]) {
+            Some(at) => all[at + 1] = pair[1],
+            None => all.extend(pair),
+        }
+    }
+    let output = world.run(&[&all[..], &["--steps", "6", "--measure-every", "3"]].concat());
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success(), "{error}");
+    for (name, (_, _, bytes)) in world.artifact("learned.safetensors").0 {
+        let finite = bytes.chunks_exact(4).all(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]).is_finite());
+        assert!(finite, "{name} of {args:?}");
+    }
+    error
+}
+
+#[test]
+fn little_to_expect_is_said_in_a_line() {
+    let warnings = |error: &str| -> Vec<String> {
+        error.lines().filter(|line| line.contains("WARN")).map(str::to_owned).collect()
+    };
+    let world = world();
+    assert_eq!(warnings(&says(&world, &["--windows", "6"])), Vec::<String>::new());
+    remove(&world);
+    let one = warnings(&says(&world, &["--windows", "1"]));
+    assert!(
+        one.iter().any(|line| line.contains("one window of 64 tokens") && line.contains("more windows")),
+        "{one:?}"
+    );
+    remove(&world);
+    let whole = warnings(&says(&world, &["--scheme", "kivi-2(g=8,r=4)+learned(rank=16,bits=3)"]));
+    assert!(whole.iter().any(|line| line.contains("rank 16 is the head width")), "{whole:?}");
+    // A head whose keys are all zero.
+    let world = World::new(GQA);
+    world.surgery(|tensors| {
+        let (_, shape, bytes) = tensors.get_mut("model.layers.1.self_attn.k_proj.weight").unwrap();
+        let row = 4 * shape[1];
+        bytes[16 * row..32 * row].fill(0);
+    });
+    let world = world.calibrated();
+    let still = warnings(&says(&world, &["--loss", "fisher"]));
+    assert!(still.iter().any(|line| line.contains("nothing to correct in layer 1 head 1:")), "{still:?}");
+    assert_eq!(still.len(), 1, "{still:?}");
+}
+
 #[test]
 fn bad_settings_are_named_and_leave_nothing() {
     let world = world();
@@ -272,4 +321,128 @@ schemes = ["kivi-2(g=8,r=4)+score-optimal(rank=2,bits=3)", "{SCHEME}", "{SCHEME}
     world.write("run.toml", config.replace("\"kl\"", "\"mse\""));
     let error = String::from_utf8(world.run(&["run", "run.toml", "--out", "other"]).stderr).unwrap();
     assert!(error.contains("finetune.training.loss: 'mse' is not known"), "{error}");
+}
+
+/// Training, then the comparison of what was trained with what was derived, from one configuration.
+#[test]
+fn a_run_compares_the_basis_that_it_trains() {
+    let world = world();
+    let base = "kivi-2(g=8,r=4)";
+    let config = |families: &str, finetune: &str| {
+        format!(
+            r#"name = "trained"
+model = "model"
+
+[calibrate]
+text = "other.txt"
+context = 64
+windows = 4
+{finetune}
+[compare]
+text = "text.txt"
+context = 64
+windows = 3
+scheme = "{base}+query-pca(rank=2,bits=3,sign=-1)/token-2(c=8)"
+families = {families}
+"#
+        )
+    };
+    let finetune = r#"
+[finetune]
+text = "long.txt"
+context = 64
+windows = 6
+held_out = 2
+training = { steps = 20, measure_every = 10 }
+"#;
+    world.write("run.toml", config(r#"["query-pca", "score-optimal"]"#, finetune));
+    let made = world.prints(&["run", "run.toml", "--out", "made"]);
+    let bases = made["bases"].as_array().unwrap();
+    let names: Vec<&str> = bases.iter().map(|b| b["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["query-pca", "score-optimal", "learned"]);
+    let learned = &bases[2];
+    assert_eq!((&learned["loss"], &learned["derived"], &made["seen"]), (&"kl".into(), &false.into(), &false.into()));
+    assert_eq!(learned["result"]["key_bits"], bases[0]["result"]["key_bits"]);
+    assert_eq!(learned["result"]["scheme"], format!("{base}+learned(rank=2,bits=3,sign=-1)/token-2(c=8)"));
+    assert_eq!(learned["calibration"].as_array().unwrap().len(), 3, "trained on, held out, calibrated on");
+    // The artifact of the run gives the same by itself, and so does `headq finetune` with the same settings.
+    let basis = "made/basis-kivi-2_g8_r4_learned_rank2_bits3.safetensors";
+    let by_hand = world.prints(&[
+        "compare",
+        "model",
+        "--text",
+        "text.txt",
+        "--context",
+        "64",
+        "--windows",
+        "3",
+        "--scheme",
+        made["scheme"].as_str().unwrap(),
+        "--basis",
+        basis,
+    ]);
+    assert_eq!(by_hand["bases"][0]["result"], learned["result"]);
+    world.succeeds(&[
+        "finetune",
+        "model",
+        "--text",
+        "long.txt",
+        "--context",
+        "64",
+        "--windows",
+        "6",
+        "--held-out",
+        "2",
+        "--stats",
+        "made/stats-kivi-2_g8_r4.safetensors",
+        "--scheme",
+        &format!("{base}+learned(rank=2,bits=3)"),
+        "--steps",
+        "20",
+        "--measure-every",
+        "10",
+        "--out",
+        "learned.safetensors",
+    ]);
+    assert_eq!(world.artifact("learned.safetensors"), world.artifact(basis));
+    // Both are reported, by the run and from its folder.
+    let report = String::from_utf8(world.read("made/report.md")).unwrap();
+    world.succeeds(&["report", "made", "--out", "again.html"]);
+    let again = String::from_utf8(world.read("again.md")).unwrap();
+    for part in ["## Fine-tuning", "## Comparison", "Losses by step.", "`learned`, trained on kl", "| 20 | "] {
+        assert!(report.contains(part) && again.contains(part), "{part} is not in {report}");
+    }
+    world.succeeds(&["report", "learned.safetensors.state", "--out", "state.html"]);
+    let state = String::from_utf8(world.read("state.md")).unwrap();
+    assert!(state.contains("## Fine-tuning") && state.contains("headq finetune model"), "{state}");
+    // Started again it is there already; the family may be named, and then has its place.
+    assert_eq!(world.prints(&["run", "run.toml", "--out", "made"]), made);
+    world.write("run.toml", config(r#"["learned", "random"]"#, finetune));
+    let first = world.prints(&["run", "run.toml", "--out", "first"]);
+    assert_eq!((&first["bases"][0]["name"], &first["bases"][0]["result"]), (&"learned".into(), &learned["result"]));
+}
+
+#[test]
+fn trained_bases_have_their_sections() {
+    let world = world();
+    let part = |name: &str, rest: &str| format!("[{name}]\ntext = \"text.txt\"\ncontext = 64\nwindows = 2\n{rest}\n");
+    let head = "name = \"x\"\nmodel = \"model\"\n";
+    let scheme = "scheme = \"kivi-2(g=8,r=4)+query-pca(rank=2,bits=3)\"\nfamilies = [\"learned\"]";
+    let finetune = part("finetune", "held_out = 2");
+    for (config, needles) in [
+        (format!("{head}{}", part("compare", scheme)), &["family learned", "[finetune]", "compare.basis"][..]),
+        (format!("{head}{}{finetune}", part("compare", scheme)), &["no [calibrate] section"]),
+        (format!("{head}{}{finetune}", part("diagnose", "")), &["a diagnosis trains no basis", "[compare]"]),
+        (
+            format!("{head}{}{finetune}", part("eval", "schemes = [\"kivi-2(g=8,r=4)\"]")),
+            &["[finetune] trains bases of the family learned", "eval.schemes"],
+        ),
+    ] {
+        world.write("run.toml", config);
+        let before = world.snapshot();
+        let output = world.run(&["run", "run.toml", "--out", "made"]);
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success() && needles.iter().all(|n| error.contains(n)), "{needles:?}: {error}");
+        assert!(before == world.snapshot(), "files changed: {error}");
+    }
 }

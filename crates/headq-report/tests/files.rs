@@ -8,7 +8,7 @@ use std::fs;
 use std::path::Path;
 
 use common::*;
-use headq_report::{ReportError, Run, check, is_own_output, load, write};
+use headq_report::{Finetuning, ReportError, Run, check, is_own_output, load, write};
 
 const COMMAND: &str = "headq report runs/usual --out usual.html";
 
@@ -23,6 +23,36 @@ fn put(folder: &Path, run: &Run) {
     if let Some(evaluation) = &run.evaluation {
         fs::write(folder.join("report.json"), serde_json::to_vec_pretty(evaluation).unwrap()).unwrap();
     }
+}
+
+/// What a fine-tuning leaves in its folder.
+fn put_finetuning(folder: &Path, finetuning: &Finetuning) {
+    fs::create_dir_all(folder).unwrap();
+    let lines: Vec<String> = finetuning.measurements.iter().map(|m| serde_json::to_string(m).unwrap() + "\n").collect();
+    fs::write(folder.join("metrics.jsonl"), lines.concat()).unwrap();
+    fs::write(folder.join("finetuned.json"), serde_json::to_vec_pretty(&finetuning.summary).unwrap()).unwrap();
+}
+
+#[test]
+fn what_was_trained_is_loaded_from_a_run_and_from_a_state_folder() {
+    let (run, state) = (folder(), folder());
+    let (one, other) = (finetuning(3, &|v| v), finetuning(2, &|v| 2.0 * v));
+    put(run.path(), &evaluated());
+    put_finetuning(&run.path().join("finetune-b"), &other);
+    put_finetuning(&run.path().join("finetune-a"), &one);
+    // One that goes on, and folders of something else.
+    fs::create_dir_all(run.path().join("finetune-c")).unwrap();
+    fs::create_dir_all(run.path().join("parts")).unwrap();
+    let loaded = load(run.path()).unwrap();
+    assert_eq!((loaded.finetunings, loaded.evaluation), (vec![one.clone(), other], evaluated().evaluation));
+    put_finetuning(state.path(), &one);
+    let loaded = load(state.path()).unwrap();
+    assert_eq!(loaded.finetunings, [one]);
+    let metrics = state.path().join("metrics.jsonl");
+    fs::write(&metrics, "{\"layer\": 0}\n").unwrap();
+    message(load(state.path()), &metrics, &["not measurements", "make the run again"]);
+    fs::remove_file(&metrics).unwrap();
+    assert!(matches!(load(state.path()), Err(ReportError::Io { .. })));
 }
 
 /// The message of an error, which is one line that names the path and says what to do.
@@ -64,7 +94,7 @@ fn folders_that_hold_no_run() {
     let folder = folder();
     let missing = folder.path().join("missing");
     message(load(&missing), &missing, &["no such folder", "headq diagnose"]);
-    message(load(folder.path()), folder.path(), &["no diagnosis.json, report.json or comparison.json"]);
+    message(load(folder.path()), folder.path(), &["no diagnosis.json, report.json, comparison.json or finetuned.json"]);
     let file = folder.path().join("diagnosis.json");
     fs::write(&file, "{").unwrap();
     message(load(&file), &file, &["not a folder"]);

@@ -7,6 +7,7 @@ mod common;
 use common::*;
 use headq_lab::compare::data::Comparison;
 use headq_lab::diagnose::data::{LINKS, Role};
+use headq_lab::finetune::Measurement;
 use headq_report::{Run, html, markdown};
 
 const COMMAND: &str = "headq report runs/usual --out usual.html";
@@ -22,6 +23,7 @@ fn documents() -> Vec<(String, Vec<Run>)> {
         ("usual".to_string(), vec![usual()]),
         ("evaluated".to_string(), vec![evaluated()]),
         ("compared".to_string(), vec![compared()]),
+        ("trained".to_string(), vec![finetuned()]),
         ("both".to_string(), vec![Run { evaluation: Some(evaluation(SMALL)), ..usual() }]),
         ("mixed".to_string(), vec![usual(), evaluated(), compared(), diagnosed("usual", LARGE)]),
         ("no runs".to_string(), vec![]),
@@ -129,7 +131,7 @@ fn every_link_shows_its_verdict_and_what_would_change_it() {
 
 #[test]
 fn links_that_were_not_taken_say_so() {
-    let (_, nothing) = extremes().swap_remove(0);
+    let (_, nothing) = extremes().into_iter().find(|(name, _)| *name == "nothing").unwrap();
     let page = html(&[nothing], COMMAND);
     assert_eq!(page.matches("This link was not taken in this run.").count(), LINKS.len());
     assert_eq!(page.matches("<figure>").count(), 0);
@@ -260,6 +262,59 @@ fn bases_stand_side_by_side_with_their_angles_and_what_they_had_seen() {
     }
     let held_out = Run { comparison: Some(Comparison { seen: false, ..comparison(SMALL) }), ..compared() };
     assert!(!html(&[held_out], COMMAND).contains("Not held out"));
+}
+
+#[test]
+fn training_is_drawn_and_summed_up_by_layer() {
+    let page = html(&[finetuned()], COMMAND).replace("<wbr>", "");
+    let section = between(&page, "<section id=\"finetuning\">", "</section>")[0];
+    for part in [
+        "<code>kivi-2(g=32,r=32)+learned(rank=4,bits=3)</code>",
+        "clip factors of the side quantizer",
+        "one window of 512 tokens to train on",
+        "all steps taken",
+        "nothing better for a while",
+        "−50.0\u{a0}%",
+        "1 window of 512 to train on, 4 held out; seed 1.",
+        "headq run trained.toml",
+        "Training and held-out loss against the step, 31 measurements",
+    ] {
+        assert!(section.contains(part), "{part} is not in {section}");
+    }
+    let rows = between(section, "<tbody>", "</tbody>")[0].matches("scope=\"row\"").count();
+    assert_eq!(rows, 4, "all layers, and each of them");
+    let legend = ["training", "held out", "held out, best so far"];
+    assert!(legend.iter().all(|name| section.contains(name)));
+    let summary = between(&page, "<section id=\"summary\">", "</section>")[0];
+    assert!(summary.contains("0.400 → 0.140 → 0.0700"), "{summary}");
+    assert!(!html(&[evaluated()], COMMAND).contains("id=\"finetuning\""));
+}
+
+#[test]
+fn layers_that_stopped_early_count_with_what_they_had() {
+    let run = finetuned();
+    let at = |layer: usize, step: usize| {
+        let own = run.finetunings[0].measurements.iter().filter(|m| m.layer == layer && m.step <= step);
+        own.last().unwrap().held_out
+    };
+    let text = markdown(std::slice::from_ref(&run), COMMAND);
+    for step in [0, 60, 200, 600] {
+        let mean = (0..3).map(|layer| at(layer, step)).sum::<f64>() / 3.0;
+        let row = text.lines().find(|line| line.starts_with(&format!("| {step} | "))).unwrap();
+        let shown: f64 = row.split(" | ").nth(2).unwrap().parse().unwrap();
+        assert!((shown - mean).abs() < 6e-3 * mean, "step {step}: {row} and {mean}");
+    }
+}
+
+#[test]
+fn many_measurements_are_thinned_and_the_last_is_kept() {
+    let mut run = finetuned();
+    let first = run.finetunings[0].measurements[0].clone();
+    run.finetunings[0].measurements = (0..=1000).map(|step| Measurement { step, ..first.clone() }).collect();
+    let text = markdown(&[run], COMMAND);
+    assert!(text.contains("One of 11 measurements is shown."));
+    assert!(text.contains("\n| 0 | ") && text.contains("\n| 11 | ") && text.contains("\n| 1,000 | "));
+    assert!(!text.contains("\n| 12 | "));
 }
 
 #[test]

@@ -18,7 +18,12 @@ fn cells(line: &str) -> usize {
 fn documents() -> Vec<Vec<Run>> {
     let alone = extremes().into_iter().map(|(_, run)| vec![run]);
     alone
-        .chain([vec![diagnosed("usual", SMALL)], vec![evaluated()], vec![diagnosed("a", SMALL), evaluated()]])
+        .chain([
+            vec![diagnosed("usual", SMALL)],
+            vec![evaluated()],
+            vec![finetuned()],
+            vec![diagnosed("a", SMALL), evaluated()],
+        ])
         .collect()
 }
 

@@ -195,7 +195,8 @@ impl Course for EndToEnd<'_> {
         let uncorrected = self.mean(&held_out, &nothing)?;
         let losses =
             InitialLosses { train: initial_train, held_out: vec![initial_loss], uncorrected: vec![uncorrected] };
-        Ok(Checkpoint::new(0, Point::concat(&points), losses))
+        let all = self.layers() * self.shape()[0];
+        Ok(Checkpoint::new(0, Point::concat(&points), losses, self.settled().len() == all))
     }
 
     fn step(&self, c: &mut Checkpoint) -> Result<(), LabError> {

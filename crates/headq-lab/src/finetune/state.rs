@@ -195,14 +195,14 @@ impl StateFolder {
 }
 
 impl Checkpoint {
-    /// The beginning of layer `layer` at a point.
-    pub fn new(layer: usize, now: Point, losses: InitialLosses) -> Self {
+    /// The beginning of layer `layer` at a point; its end, too, where all heads are settled.
+    pub fn new(layer: usize, now: Point, losses: InitialLosses, settled: bool) -> Self {
         let held_out = mean(&losses.held_out);
         let loss = losses.train / losses.held_out.len() as f64;
         let header = LayerHeader {
             step: 0,
             // A base code that loses nothing leaves nothing to learn.
-            finished: losses.train <= NO_LOSS,
+            finished: settled || losses.train <= NO_LOSS,
             idle: 0,
             running: (0.0, 0),
             uncorrected_loss: losses.uncorrected,

@@ -88,7 +88,7 @@ pub enum Stopped {
     Steps,
     /// Held-out windows had not liked anything better for a while.
     Patience,
-    /// The initial basis left no loss.
+    /// The initial basis left no loss, or there is nothing to correct.
     NothingToLearn,
 }
 

@@ -356,7 +356,7 @@ impl Course for Samples<'_> {
             held_out: held_out(&now),
             uncorrected: held_out(&now.without_correction()),
         };
-        Ok(Checkpoint::new(task.layer, now, losses))
+        Ok(Checkpoint::new(task.layer, now, losses, task.settled.len() == heads))
     }
 
     fn step(&self, c: &mut Checkpoint) -> Result<(), LabError> {

@@ -52,7 +52,8 @@ pub fn after(request: &Request, trained: &[LayerTrained]) -> Vec<String> {
     let gained = trained.iter().any(|t| t.best_loss.iter().zip(&t.initial_loss).any(|(best, initial)| best < initial));
     let idle = trained.iter().all(|t| t.steps == 0);
     let message = if idle {
-        "nothing to learn: the initial basis leaves no loss on the training windows, and is what is saved".to_string()
+        "nothing to learn: the initial basis leaves no loss, or there is nothing to correct; it is what is saved"
+            .to_string()
     } else {
         format!(
             "no head got better on the held-out windows than its initial basis, which is what is saved; give a learning rate below {}, or \

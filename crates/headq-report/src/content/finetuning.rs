@@ -32,11 +32,15 @@ fn one(Finetuning { summary, measurements }: &Finetuning, command: &str) -> Vec<
 /// What was trained, and how, in a line.
 fn how(summary: &Summary) -> Text {
     let s = &summary.settings;
-    let matrices = if s.tied { "one orthonormal matrix for encoder and decoder" } else { "encoder and decoder" };
-    let clip = if s.train_clip { " and clip factors of the side quantizer" } else { "" };
+    let trained = match (s.tied, s.train_clip) {
+        (false, false) => "encoder and decoder",
+        (false, true) => "encoder, decoder and clip factors of the side quantizer",
+        (true, false) => "one orthonormal matrix, encoder and decoder in one,",
+        (true, true) => "one orthonormal matrix, encoder and decoder in one, and clip factors of the side quantizer",
+    };
     let init = if s.init == "best" { "the best closed form of each head".to_string() } else { s.init.clone() };
     Text::code(&summary.scheme).then(format!(
-        ": {matrices}{clip} trained on the loss {}, beginning with {init}; learning rate {}, {} in a step, at most {}.",
+        ": {trained} trained on the loss {}, beginning with {init}; learning rate {}, {} in a step, at most {}.",
         s.loss,
         format::tick(s.lr),
         plural(s.batch, "window"),
@@ -105,7 +109,8 @@ fn layers(summary: &Summary) -> Table {
     ];
     let caption = format!(
         "Held-out {}, mean over heads: without a correction, of the initial basis, and the best of each head, which is what is saved. \
-         After the step of the best no head got better. Layers are trained side by side, so that their seconds overlap.",
+         After the step of the best no head of the layer got better. All layers: means, the last step of any, and the sum of their \
+         seconds, which overlap where layers are trained side by side.",
         losses(summary)
     );
     let together = Row::of(&summary.layers).into_iter();

@@ -7,9 +7,10 @@ use headq_lab::compare::data::*;
 use headq_lab::diagnose::data::*;
 use headq_lab::diagnose::thresholds::Thresholds;
 use headq_lab::evaluate::{Evaluation, SchemeResult};
+use headq_lab::finetune::{LayerSummary, Measurement, Settings, Stopped, Summary, Trained};
 use headq_lab::text::TextInfo;
 use headq_models::Fingerprint;
-use headq_report::Run;
+use headq_report::{Finetuning, Run};
 
 /// Sizes of a made-up run.
 #[derive(Debug, Clone, Copy)]
@@ -451,11 +452,23 @@ pub fn evaluation(shape: Shape) -> Evaluation {
 }
 
 pub fn diagnosed(name: &str, shape: Shape) -> Run {
-    Run { name: name.into(), diagnosis: Some(diagnosis(name, shape)), evaluation: None, comparison: None }
+    Run {
+        name: name.into(),
+        diagnosis: Some(diagnosis(name, shape)),
+        evaluation: None,
+        comparison: None,
+        finetunings: Vec::new(),
+    }
 }
 
 pub fn evaluated() -> Run {
-    Run { name: "evaluated".into(), diagnosis: None, evaluation: Some(evaluation(SMALL)), comparison: None }
+    Run {
+        name: "evaluated".into(),
+        diagnosis: None,
+        evaluation: Some(evaluation(SMALL)),
+        comparison: None,
+        finetunings: Vec::new(),
+    }
 }
 
 /// A comparison of a query-pca basis with a learned one, which had seen the text.
@@ -523,7 +536,72 @@ pub fn comparison(shape: Shape) -> Comparison {
 }
 
 pub fn compared() -> Run {
-    Run { name: "compared".into(), diagnosis: None, evaluation: None, comparison: Some(comparison(SMALL)) }
+    Run {
+        name: "compared".into(),
+        diagnosis: None,
+        evaluation: None,
+        comparison: Some(comparison(SMALL)),
+        finetunings: Vec::new(),
+    }
+}
+
+/// A fine-tuning of so many layers, each a third as long as the one before it; losses are changed by `change`.
+pub fn finetuning(layers: usize, change: &dyn Fn(f64) -> f64) -> Finetuning {
+    let steps = |layer: usize| (600 / 3usize.pow(layer as u32)).max(20) / 20 * 20;
+    let measurement = |layer: usize, step: usize| {
+        let loss = 0.04 + 0.1 * (-(step as f64) / 150.0).exp() / (layer + 1) as f64;
+        Measurement {
+            layer,
+            step,
+            lr: 0.003,
+            loss: change(loss),
+            held_out: change(1.1 * loss),
+            best: change(1.05 * loss),
+        }
+    };
+    let measurements: Vec<Measurement> = (0..layers)
+        .flat_map(|layer| (0..=steps(layer)).step_by(20).map(move |step| measurement(layer, step)))
+        .collect();
+    let summary = |layer: usize| LayerSummary {
+        layer: Some(layer),
+        uncorrected: change(0.4),
+        initial: change(0.14),
+        best: change(0.07),
+        best_step: steps(layer) / 40 * 20,
+        steps: steps(layer),
+        stopped: if layer == 0 { Stopped::Steps } else { Stopped::Patience },
+        seconds: change(12.5),
+    };
+    let texts = |windows: usize| Trained { texts: vec![text("texts/train.txt")], windows };
+    Finetuning {
+        summary: Summary {
+            program: PROGRAM.into(),
+            command: "headq run trained.toml".into(),
+            model: "checkpoints/trained".into(),
+            fingerprint: fingerprint(SMALL),
+            device: "flex".into(),
+            seed: 1,
+            add_bos: false,
+            context: 512,
+            scheme: "kivi-2(g=32,r=32)+learned(rank=4,bits=3)".into(),
+            settings: Settings { steps: 600, train_clip: true, ..Settings::default() },
+            train: texts(1),
+            held_out: texts(4),
+            warnings: vec!["one window of 512 tokens to train on".into()],
+            layers: (0..layers).map(summary).collect(),
+        },
+        measurements,
+    }
+}
+
+pub fn finetuned() -> Run {
+    Run {
+        name: "trained".into(),
+        diagnosis: None,
+        evaluation: None,
+        comparison: None,
+        finetunings: vec![finetuning(3, &|v| v)],
+    }
 }
 
 /// Every number of a run, changed by `change`; what is counted is left as it is.
@@ -700,7 +778,12 @@ pub fn extremes() -> Vec<(&'static str, Run)> {
     let d = nothing.diagnosis.as_mut().unwrap();
     (d.metric, d.counterexamples, d.null_space, d.bases) = (None, None, None, None);
     (d.direction, d.route_flips, d.perplexity) = (None, None, None);
+    let trained = |finetuning: Finetuning| Run { finetunings: vec![finetuning], ..finetuned() };
     vec![
+        ("trained-nothing", trained(Finetuning { measurements: vec![], ..finetuning(0, &|v| v) })),
+        ("trained-flat", trained(finetuning(2, &|_| 0.0))),
+        ("trained-not-a-number", trained(finetuning(2, &|_| f64::NAN))),
+        ("trained-huge", trained(finetuning(2, &|v| v * 1e307))),
         ("nothing", nothing),
         ("hollow", hollow()),
         ("ragged", ragged()),

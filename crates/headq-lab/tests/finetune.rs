@@ -1,0 +1,286 @@
+//! Fine-tuning as a library: what it says of settings and heads of which little is to be expected, and what it never saves.
+
+use std::path::{Path, PathBuf};
+
+use burn::tensor::{Device, Tensor, TensorData};
+use headq::correction::Parts;
+use headq::scheme::{BaseScheme, Scheme};
+use headq::{Basis, Correction};
+use headq_lab::artifact::BasisArtifact;
+use headq_lab::finetune::{Finetuned, METRICS, Request, SUMMARY, Settings, Stopped, Summary};
+use headq_lab::text::{TextInfo, Windows};
+use headq_lab::{LabError, Silent, calibrate};
+use headq_models::{LoadOptions, LoadedModel, load};
+use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView};
+
+const HEADS: usize = 4;
+const WIDTH: usize = 16;
+const HIDDEN: usize = HEADS * WIDTH;
+const SCHEME: &str = "kivi-2(g=8,r=4)+learned(rank=2,bits=3)";
+
+/// The tiny GPT-2 with some layers' c_attn changed: `edit` is given a layer, its weights `[hidden, 3 · hidden]` and its biases.
+fn model(folder: &Path, edit: impl Fn(usize, &mut [f32], &mut [f32])) -> LoadedModel {
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../headq-models/tests/fixtures/tiny/gpt2");
+    let bytes = std::fs::read(fixture.join("model.safetensors")).expect("the fixture is there");
+    let file = SafeTensors::deserialize(&bytes).expect("the fixture is whole");
+    let mut tensors: Vec<(String, Vec<usize>, Vec<f32>)> = file
+        .tensors()
+        .into_iter()
+        .map(|(name, t)| {
+            let values = t.data().chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+            (name, t.shape().to_vec(), values.collect())
+        })
+        .collect();
+    for layer in 0..3 {
+        let at = |part: &str| {
+            let name = format!("transformer.h.{layer}.attn.c_attn.{part}");
+            tensors.iter().position(|(own, ..)| *own == name).expect("GPT-2 has it")
+        };
+        let (weight, bias) = (at("weight"), at("bias"));
+        let (mut weights, mut biases) = (tensors[weight].2.clone(), tensors[bias].2.clone());
+        edit(layer, &mut weights, &mut biases);
+        (tensors[weight].2, tensors[bias].2) = (weights, biases);
+    }
+    let data: Vec<Vec<u8>> = tensors.iter().map(|(_, _, x)| x.iter().flat_map(|v| v.to_le_bytes()).collect()).collect();
+    let views = tensors.iter().zip(&data).map(|((name, shape, _), data)| {
+        (name, TensorView::new(Dtype::F32, shape.clone(), data).expect("shapes are kept"))
+    });
+    let bytes = safetensors::serialize(views, None).expect("tensors can be written");
+    std::fs::write(folder.join("model.safetensors"), bytes).expect("the folder can be written");
+    std::fs::copy(fixture.join("config.json"), folder.join("config.json")).expect("the folder can be written");
+    load(folder, &Device::flex(), &LoadOptions::default()).expect("the model is whole")
+}
+
+/// Sets the columns of one head's queries (`part` 0) or keys (1) to zero, and its biases to `bias`.
+fn silence(part: usize, head: usize, weights: &mut [f32], biases: &mut [f32], bias: impl Fn(usize) -> f32) {
+    let columns = part * HIDDEN + head * WIDTH..part * HIDDEN + (head + 1) * WIDTH;
+    weights.chunks_exact_mut(3 * HIDDEN).for_each(|row| row[columns.clone()].fill(0.0));
+    biases[columns].iter_mut().enumerate().for_each(|(i, b)| *b = bias(i));
+}
+
+fn windows(count: usize, seed: u32) -> Vec<Windows> {
+    let window = |w: u32| (0..48u32).map(|i| (i * i * 31 + 97 * w + 7 * seed + i) % 512).collect();
+    let text = TextInfo {
+        path: "made up".into(),
+        sha256: format!("{seed}"),
+        chars: 0,
+        tokens: 48 * count,
+        tokens_sha256: format!("{seed} {count}"),
+    };
+    vec![Windows { text, windows: (0..count as u32).map(window).collect() }]
+}
+
+fn settings() -> Settings {
+    Settings { steps: 12, measure_every: 4, warmup: 2, lr: 0.01, train_clip: true, ..Settings::default() }
+}
+
+/// Trains on `train` windows, into the folder `state`.
+fn finetune(
+    loaded: &LoadedModel,
+    scheme: &str,
+    train: usize,
+    settings: &Settings,
+    state: &Path,
+) -> Result<Finetuned, LabError> {
+    let scheme: Scheme = scheme.parse()?;
+    let base: BaseScheme = scheme.key.expect("keys are coded").base;
+    let (train, held_out, calibration) = (windows(train, 1), windows(2, 2), windows(4, 3));
+    let stats = calibrate(&loaded.model, &loaded.fingerprint, &calibration, false, base, 1, &Silent)?;
+    let request = Request {
+        model: &loaded.model,
+        fingerprint: &loaded.fingerprint,
+        name: "gpt2".into(),
+        device: "flex".into(),
+        command: "headq finetune".into(),
+        train: &train,
+        held_out: &held_out,
+        add_bos: false,
+        stats: &stats,
+        scheme,
+        settings,
+        seed: 3,
+        threads: 1,
+    };
+    request.run(state, &Silent)
+}
+
+/// A temporary folder, and one for the state in it.
+fn folders() -> (tempfile::TempDir, PathBuf) {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let state = folder.path().join("state");
+    (folder, state)
+}
+
+fn assert_finite(basis: &Basis) {
+    let clip = basis.trained.as_ref().and_then(|t| t.clip.as_ref());
+    let numbers = basis.decoder.iter().chain(basis.encoder.iter().flatten()).chain(clip.into_iter().flatten());
+    assert!(numbers.into_iter().all(|v| v.is_finite()));
+}
+
+fn warned(made: &Finetuned, part: &str) -> bool {
+    made.summary.warnings.iter().any(|warning| warning.contains(part))
+}
+
+/// U of one head.
+fn decoder(made: &Finetuned, layer: usize, head: usize) -> &[f32] {
+    let basis = &made.artifact.basis;
+    let size = basis.head_dim * basis.rank;
+    &basis.decoder[(layer * HEADS + head) * size..][..size]
+}
+
+#[test]
+fn heads_with_nothing_to_correct_are_named_and_keep_their_initial_basis() {
+    let (folder, state) = folders();
+    // Keys of one head are all the same, queries of another all zero.
+    let loaded = model(folder.path(), |layer, weights, biases| match layer {
+        0 => silence(0, 1, weights, biases, |_| 0.0),
+        1 => silence(1, 2, weights, biases, |i| 0.3 - 0.05 * i as f32),
+        _ => {}
+    });
+    for loss in ["kl", "fisher", "score", "logits"] {
+        let run = |name: &str, settings: Settings| {
+            let settings = Settings { loss: loss.into(), ..settings };
+            finetune(&loaded, SCHEME, 4, &settings, &state.with_extension(name)).expect("these heads do no harm")
+        };
+        let (few, many) = (run(&format!("{loss}-1"), Settings { steps: 1, ..settings() }), run(loss, settings()));
+        assert_finite(&many.artifact.basis);
+        assert!(warned(&many, "layer 0 head 1; layer 1 head 2"), "{loss}: {:?}", many.summary.warnings);
+        for (layer, head) in [(0, 1), (1, 2)] {
+            assert_eq!(decoder(&few, layer, head), decoder(&many, layer, head), "{loss}: layer {layer}, head {head}");
+        }
+        let others = [(0, 0), (1, 1), (2, 0)];
+        assert!(
+            others.iter().any(|&(layer, head)| decoder(&few, layer, head) != decoder(&many, layer, head)),
+            "{loss}"
+        );
+    }
+}
+
+#[test]
+fn a_model_with_nothing_to_correct_keeps_the_initial_basis_throughout() {
+    let (folder, state) = folders();
+    let loaded = model(folder.path(), |_, weights, biases| {
+        (0..HEADS).for_each(|head| silence(1, head, weights, biases, |i| 0.2 * i as f32 - 1.0));
+    });
+    for loss in ["kl", "logits"] {
+        let settings = Settings { loss: loss.into(), ..settings() };
+        let made =
+            finetune(&loaded, SCHEME, 4, &settings, &state.with_extension(loss)).expect("there is a basis to keep");
+        assert_finite(&made.artifact.basis);
+        assert!(warned(&made, "layer 2 heads 0, 1, 2, 3") && warned(&made, "nothing to learn"), "{loss}");
+        assert!(made.summary.layers.iter().all(|l| (l.steps, l.stopped) == (0, Stopped::NothingToLearn)));
+        assert_eq!(made.held_out.0, made.held_out.1);
+    }
+}
+
+#[test]
+fn one_window_and_full_rank_are_warned_of() {
+    let (folder, state) = folders();
+    let loaded = model(folder.path(), |_, _, _| ());
+    let usual = finetune(&loaded, SCHEME, 4, &settings(), &state.with_extension("usual")).expect("as ever");
+    assert_eq!(usual.summary.warnings, Vec::<String>::new());
+    let one = finetune(&loaded, SCHEME, 1, &settings(), &state.with_extension("one")).expect("one window will do");
+    assert_finite(&one.artifact.basis);
+    assert!(warned(&one, "one window of 48 tokens to train on") && warned(&one, "overfitting"));
+    let whole = SCHEME.replace("rank=2", "rank=16");
+    let whole = finetune(&loaded, &whole, 4, &settings(), &state.with_extension("whole")).expect("full rank will do");
+    assert_finite(&whole.artifact.basis);
+    assert!(warned(&whole, "rank 16 is the head width: the correction is not low-rank"));
+}
+
+#[test]
+fn a_learning_rate_far_too_high_is_an_error_or_changes_nothing() {
+    let (folder, state) = folders();
+    let loaded = model(folder.path(), |_, _, _| ());
+    for loss in ["kl", "logits"] {
+        let settings = Settings { lr: 1e3, steps: 30, loss: loss.into(), ..settings() };
+        let error = finetune(&loaded, SCHEME, 4, &settings, &state).expect_err("training diverges").to_string();
+        assert!(error.contains("lower the learning rate 1000"), "{error}");
+        assert!(!state.exists(), "settings that diverge are not taken up again");
+    }
+    // A tied basis is orthonormal whatever its steps: it cannot diverge, only find nothing.
+    let settings = Settings { lr: 1e3, tied: true, init: "query-pca".into(), train_clip: false, ..settings() };
+    let made = finetune(&loaded, SCHEME, 4, &settings, &state).expect("orthonormal bases stay bounded");
+    assert_finite(&made.artifact.basis);
+    assert!(made.held_out.1 <= made.held_out.0);
+}
+
+#[test]
+fn the_summary_says_what_the_measurements_say() {
+    let (folder, state) = folders();
+    let loaded = model(folder.path(), |_, _, _| ());
+    for (loss, layers) in [("fisher", 3), ("logits", 1)] {
+        let state = state.with_extension(loss);
+        let settings = Settings { loss: loss.into(), ..settings() };
+        let made = finetune(&loaded, SCHEME, 4, &settings, &state).expect("as ever");
+        let bytes = std::fs::read(state.join(SUMMARY)).expect("the summary is written");
+        let summary: Summary = serde_json::from_slice(&bytes).expect("the summary is JSON");
+        assert_eq!(summary, made.summary);
+        assert_eq!((summary.layers.len(), summary.train.windows, summary.held_out.windows), (layers, 4, 2));
+        let text = std::fs::read_to_string(state.join(METRICS)).expect("measurements are written");
+        assert_eq!(text.lines().count(), made.measurements.len());
+        for (layer, own) in summary.layers.iter().enumerate() {
+            let measured: Vec<_> = made.measurements.iter().filter(|m| m.layer == layer).collect();
+            let least = measured.iter().map(|m| m.best).fold(f64::INFINITY, f64::min);
+            assert!((own.initial - measured[0].held_out).abs() < 1e-12 && (own.best - least).abs() < 1e-12);
+            assert_eq!(own.best_step, measured.iter().find(|m| m.best == least).expect("it is one of them").step);
+            assert_eq!(own.steps, measured[measured.len() - 1].step);
+            assert!(own.uncorrected > own.initial && own.seconds > 0.0);
+        }
+    }
+}
+
+/// Trained modules of all layers become an artifact, and are again what they were, bit for bit.
+#[test]
+fn corrections_survive_their_artifact_bit_for_bit() {
+    let (folder, state) = folders();
+    let loaded = model(folder.path(), |_, _, _| ());
+    let header =
+        finetune(&loaded, SCHEME, 4, &Settings { steps: 1, ..settings() }, &state).expect("as ever").artifact.header;
+    let scheme: Scheme = SCHEME.parse().expect("the scheme is well formed");
+    let key = scheme.key.expect("keys are coded");
+    let mut state = 1u32;
+    let mut tensor = |shape: [usize; 3]| -> Tensor<3> {
+        // Any finite bit pattern may come, subnormal numbers and negative zeros, too.
+        let mut next = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            Some(f32::from_bits(state)).filter(|v| v.is_finite()).unwrap_or(-0.0)
+        };
+        let values: Vec<f32> = (0..shape.iter().product()).map(|_| next()).collect();
+        Tensor::from_data(TensorData::new(values, shape), &Device::flex())
+    };
+    for (tied, clipped) in [(false, true), (true, false), (true, true), (false, false)] {
+        let corrections: Vec<Correction> = (0..3)
+            .map(|_| {
+                let decoder = tensor([HEADS, WIDTH, 2]);
+                let encoder = (!tied).then(|| tensor([HEADS, WIDTH, 2]));
+                let clip = clipped.then(|| tensor([HEADS, 1, 2]));
+                Correction::of(&key, Parts { decoder, encoder, clip })
+            })
+            .collect();
+        let basis = Basis::learned(&key.side.expect("it has a side code"), &corrections);
+        let path = folder.path().join("basis.safetensors");
+        BasisArtifact { header: header.clone(), basis }.save(&path).expect("the folder can be written");
+        let first = std::fs::read(&path).expect("it was written");
+        let loaded = BasisArtifact::load(&path).expect("it is whole");
+        for (layer, expected) in corrections.iter().enumerate() {
+            let found = Correction::new(&key, &loaded.basis, layer, &Device::flex()).parts();
+            let expected = expected.parts();
+            let bits = |x: Option<Tensor<3>>| {
+                x.map(|x| {
+                    x.into_data().try_to_vec::<f32>().expect("f32").iter().map(|v| v.to_bits()).collect::<Vec<u32>>()
+                })
+            };
+            assert_eq!(bits(Some(found.decoder)), bits(Some(expected.decoder)));
+            assert_eq!(bits(found.encoder), bits(expected.encoder));
+            assert_eq!(bits(found.clip), bits(expected.clip));
+        }
+        // It is the file that the safetensors crate writes, as programs before burn-store did.
+        let (_, metadata) = SafeTensors::read_metadata(&first).expect("it is whole");
+        let tensors = SafeTensors::deserialize(&first).expect("it is whole").tensors();
+        assert_eq!(safetensors::serialize(tensors, metadata.metadata().clone()).expect("it can be written"), first);
+        loaded.save(&path).expect("the folder can be written");
+        assert_eq!(std::fs::read(&path).expect("it was written"), first, "equal artifacts have equal bytes");
+    }
+}
