@@ -430,7 +430,8 @@ pub struct Finetune {
 ///
 /// The HTML needs no network and no script, is light or dark as the reader's system is, and
 /// draws its plots as inline SVG. Runs are folders that `headq diagnose` or `headq run`
-/// wrote, or one of those that `headq suite` wrote; several are set side by side under a joint table.
+/// wrote, one of those that `headq suite` wrote, or the state folder of `headq finetune`; several
+/// are set side by side under a joint table.
 ///
 /// Example:
 ///
@@ -450,7 +451,9 @@ pub struct Report {
 ///
 /// With a section [eval] it writes artifacts, report.json, report.html and report.md to
 /// runs/NAME (or --out); with [diagnose], what `headq diagnose` writes; with [compare], what
-/// `headq compare` finds, as comparison.json and the same reports. Interrupt it at will: started
+/// `headq compare` finds, as comparison.json and the same reports. A section [finetune] trains
+/// the bases of the family learned that [eval] names, or one for the scheme of [compare], which
+/// then stands beside the others. Interrupt it at will: started
 /// again, it goes on from what is there. Paths in the configuration are relative to it;
 /// ${NAME} stands for an environment variable, and a path that begins with one is relative to
 /// the current folder.

@@ -50,6 +50,16 @@ impl Bars {
         }
     }
 
+    fn show(&self, template: &str, what: &str, total: usize, unit: &str) {
+        if self.quiet {
+            return;
+        }
+        let style = ProgressStyle::with_template(template).expect("the template is fixed").progress_chars("=> ");
+        let bar = ProgressBar::new(total as u64).with_message(what.to_string()).with_style(style);
+        bar.tick();
+        self.with(|slot| *slot = Some((bar, unit.to_string())));
+    }
+
     fn with(&self, f: impl FnOnce(&mut Option<(ProgressBar, String)>)) {
         // A panic while the lock is held could only have been in drawing; the bar is still usable.
         f(&mut self.bar.lock().unwrap_or_else(|e| e.into_inner()));
@@ -58,20 +68,17 @@ impl Bars {
 
 impl Observer for Bars {
     fn begin(&self, what: &str, total: usize) {
-        self.begin_units(what, total, "windows");
+        self.show("{msg:48} [{bar:24}] {pos}/{len} windows  {per_sec}  {eta} left", what, total, "windows");
     }
 
+    /// What is said of such work stands behind the bar, which takes what is left of the line.
     fn begin_units(&self, what: &str, total: usize, unit: &str) {
-        if self.quiet {
-            return;
-        }
-        let style = ProgressStyle::with_template(&format!(
-            "{{msg:48}} [{{bar:24}}] {{pos}}/{{len}} {unit}  {{per_sec}}  {{eta}} left  {{prefix}}"
-        ));
-        let bar = ProgressBar::new(total as u64).with_message(what.to_string());
-        bar.set_style(style.expect("the template is fixed").progress_chars("=> "));
-        bar.tick();
-        self.with(|slot| *slot = Some((bar, unit.to_string())));
+        self.show(
+            &format!("{{msg}} [{{wide_bar}}] {{pos}}/{{len}} {unit}  {{eta}} left  {{prefix}}"),
+            what,
+            total,
+            unit,
+        );
     }
 
     fn say(&self, text: &str) {

@@ -67,7 +67,7 @@ pub struct Header {
     pub program: String,
     /// The model it was made from, and the only one it may be used with.
     pub model: Fingerprint,
-    /// Calibration texts.
+    /// Texts it was made from: those that it was calibrated on, and for `learned` those that were trained on and held out, first.
     pub texts: Vec<TextInfo>,
     /// Tokens seen.
     pub tokens: usize,

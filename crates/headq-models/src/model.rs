@@ -2,7 +2,7 @@
 
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{Embedding, LayerNorm, LayerNormConfig, Linear, RmsNorm, RmsNormConfig};
-use burn::tensor::{Device, Int, Tensor, TensorData, activation};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData, activation};
 use headq::{Attention, AttentionSite};
 use rayon::prelude::*;
 
@@ -32,7 +32,7 @@ impl Norm {
     fn forward(&self, x: Tensor<2>) -> Tensor<2> {
         match self {
             Self::Layer(norm) => norm.forward(x),
-            Self::Rms(norm) => norm.forward(x),
+            Self::Rms(norm) => rms_norm(norm, x),
         }
     }
 }
@@ -335,6 +335,15 @@ impl LanguageModel {
         };
         block.mlp_out.forward(inner)
     }
+}
+
+/// Burn's RmsNorm takes its mean in f32 whatever it is given, which is right for narrower types and loses half of what f64 holds.
+fn rms_norm(norm: &RmsNorm, x: Tensor<2>) -> Tensor<2> {
+    if x.dtype() != DType::F64 {
+        return norm.forward(x);
+    }
+    let rms = (x.clone().square().mean_dim(1) + norm.epsilon).sqrt();
+    x / rms * norm.gamma.val().unsqueeze()
 }
 
 /// −log softmax(row)[target], in nats.

@@ -298,6 +298,7 @@ fn layers_that_stopped_early_count_with_what_they_had() {
         own.last().unwrap().held_out
     };
     let text = markdown(std::slice::from_ref(&run), COMMAND);
+    let text = text.split("Losses by step.").nth(1).unwrap();
     for step in [0, 60, 200, 600] {
         let mean = (0..3).map(|layer| at(layer, step)).sum::<f64>() / 3.0;
         let row = text.lines().find(|line| line.starts_with(&format!("| {step} | "))).unwrap();
