@@ -345,13 +345,15 @@ impl<'a> File<'a> {
         Ok(self.tensors.tensor(name).map_err(|_| artifact_error(self.path, "unreadable"))?.data())
     }
 
-    /// Reads the parameters of a module, each of which the file must have, of its shape and finite.
+    /// Fails unless the file has a tensor of this name, of numbers in f32, of this shape and finite.
+    fn check_floats(&self, name: &str, shape: &[usize]) -> Result<(), LabError> {
+        let bytes = self.bytes(name, Dtype::F32, shape)?;
+        let mut values = bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+        self.finite(name, values.all(f32::is_finite))
+    }
+
+    /// Reads the parameters of a module.
     fn fill(&self, stack: &mut Stack) -> Result<(), LabError> {
-        for parameter in stack.collect(None, None, false) {
-            let bytes = self.bytes(&parameter.name, Dtype::F32, &parameter.shape)?;
-            let mut values = bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
-            self.finite(&parameter.name, values.all(f32::is_finite))?;
-        }
         let mut store = SafetensorsStore::from_bytes(Some(self.bytes.to_vec()));
         stack.load_from(&mut store).map(drop).map_err(|e| artifact_error(self.path, e.to_string()))
     }
@@ -495,7 +497,16 @@ impl BasisArtifact {
         let scales = scales.transpose().map_err(|e| artifact_error(path, format!("side scales {e}")))?;
         let side = about.bits.zip(scales);
         let clip = side.filter(|_| has("clip")).map(|(_, scales)| clip_width(scales, about.rank));
-        let mut stack = Stack::zeros([model.layers, side_heads, model.head_dim, about.rank], tied, clip);
+        // Before there is room for them: a header may say anything.
+        let matrix = [model.layers, side_heads, model.head_dim, about.rank];
+        file.check_floats("decoder", &matrix)?;
+        if !tied {
+            file.check_floats("encoder", &matrix)?;
+        }
+        if let Some(width) = clip {
+            file.check_floats("clip", &[model.layers, side_heads, width])?;
+        }
+        let mut stack = Stack::zeros(matrix, tied, clip);
         file.fill(&mut stack)?;
         let Stack { decoder, encoder, clip } = stack;
         let basis = Basis {

@@ -160,27 +160,32 @@ impl From<Checkpoint> for LayerTrained {
 }
 
 /// Shows the steps of all layers as one piece of work; what [`crate::workers`] counts are layers.
-pub struct Progress<'a>(&'a dyn Observer);
+pub struct Progress<'a> {
+    observer: &'a dyn Observer,
+    /// Whether layers are to be told apart.
+    several: bool,
+}
 
 impl<'a> Progress<'a> {
     pub fn new(observer: &'a dyn Observer, layers: usize, steps: usize) -> Self {
         observer.begin_units("training", layers * steps, "steps");
-        Self(observer)
+        Self { observer, several: layers > 1 }
     }
 
     /// The layers are done, or given up.
     pub fn close(&self) {
-        self.0.end();
+        self.observer.end();
     }
 
     /// Counts steps, also those that a layer that stops early, or goes on from a checkpoint, does not take.
     pub fn advance(&self, steps: usize) {
-        (0..steps).for_each(|_| self.0.step());
+        (0..steps).for_each(|_| self.observer.step());
     }
 
     /// Says how training goes.
     pub fn show(&self, m: &Measurement) {
-        self.0.say(&format!("layer {}: loss {:.4}, held out {:.4}", m.layer, m.loss, m.held_out));
+        let layer = if self.several { format!("layer {}: ", m.layer) } else { String::new() };
+        self.observer.say(&format!("{layer}loss {:.4}, held out {:.4}", m.loss, m.held_out));
     }
 }
 
@@ -189,7 +194,7 @@ impl Observer for Progress<'_> {
     fn step(&self) {}
     fn end(&self) {}
     fn cancelled(&self) -> bool {
-        self.0.cancelled()
+        self.observer.cancelled()
     }
 }
 
