@@ -149,6 +149,14 @@ impl DeviceName {
         }
     }
 
+    /// The first device of each local backend of this build, where there is one.
+    pub fn present() -> Vec<(Self, Device)> {
+        [Self::Flex, Self::NdArray, Self::Cuda(0), Self::Wgpu(None)]
+            .into_iter()
+            .filter_map(|name| name.open().ok().map(|device| (name, device)))
+            .collect()
+    }
+
     #[cfg(any(feature = "cuda", feature = "wgpu"))]
     fn listed(&self, kind: burn::tensor::DeviceType, index: usize, missing: &str) -> Result<Device, Error> {
         let present: Vec<Device> = Device::enumerate(kind).into_iter().collect();
