@@ -212,6 +212,14 @@ impl Precision {
         }
     }
 
+    /// Bytes of one element.
+    pub fn bytes(self) -> u64 {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+
     /// Whether a device computes with it.
     pub fn is_on(self, device: &Device) -> bool {
         device.supports_dtype(DType::from(self.dtype()))

@@ -105,7 +105,7 @@ impl Context {
     /// Says what a pass will need, and warns where the machine has less.
     pub fn say_memory(&self, model: &Description, context: usize, windows: usize) {
         let workers = self.threads.min(windows.max(1));
-        let estimate = Estimate::of(&model.config, model.parameters, context, workers);
+        let estimate = Estimate::of(&model.config, model.parameters, self.dtype(), context, workers);
         let gib = |bytes: u64| bytes as f64 / f64::from(1u32 << 30);
         let free = memory::available();
         let of = free.map_or(String::new(), |free| format!(" of {:.1} GiB available", gib(free)));
