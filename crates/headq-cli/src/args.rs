@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
+use headq::device::Precision;
 
 /// KV-cache quantization measured where the model sees it.
 ///
@@ -30,9 +31,14 @@ pub struct Global {
     /// No progress and no notes on standard error; errors only.
     #[arg(long, short, global = true, help_heading = "Everywhere")]
     pub quiet: bool,
-    /// Device to compute on. This build has: flex (CPU).
+    /// Device to compute on: flex (the CPU, the default), ndarray, cuda[:N], wgpu[:N] or remote:URL. `headq devices` lists those of
+    /// this build and machine.
     #[arg(long, global = true, help_heading = "Everywhere", value_name = "D")]
     pub device: Option<String>,
+    /// Type of the model's matrices and of the products with them: f32 (the default), f16 or bf16, where the device has it. Everything
+    /// else is f32 or wider.
+    #[arg(long, global = true, help_heading = "Everywhere", value_name = "TYPE")]
+    pub dtype: Option<Precision>,
     /// Seed of everything random. Same seed, same device, same numbers.
     #[arg(long, global = true, help_heading = "Everywhere", value_name = "N")]
     pub seed: Option<u64>,
@@ -53,6 +59,8 @@ pub enum Command {
     Report(Report),
     Run(Run),
     Suite(Suite),
+    Devices(Devices),
+    Serve(Serve),
 }
 
 /// Text, cut into windows: window i is tokens [iT, (i+1)T), encoded without special tokens.
@@ -489,4 +497,26 @@ pub struct Suite {
     /// Folder of the suite.
     #[arg(long, value_name = "DIR")]
     pub out: PathBuf,
+}
+
+/// List the backends that this program was built with, and the devices that are present.
+///
+/// Each device is opened and does a small product; a driver that is installed but broken is told as such.
+#[derive(Debug, Args)]
+pub struct Devices {
+    /// Open one device, or all of a backend, in this process, and tell what they are.
+    #[arg(long, value_name = "D", hide = true)]
+    pub probe: Option<String>,
+}
+
+/// Lend this machine's device to `headq … --device remote:ws://HOST:PORT` on another, until Ctrl-C.
+///
+/// Uses Burn's own remote backend; both sides must be of the same release. The connection is not encrypted: reach it through a tunnel
+/// (`ssh -L 3000:localhost:3000 HOST`) where the network is not trusted. A token, given to both sides in HEADQ_REMOTE_TOKEN, keeps
+/// strangers out.
+#[derive(Debug, Args)]
+pub struct Serve {
+    /// Address to listen on, HOST:PORT. 0.0.0.0 is every interface; port 0 takes a free one.
+    #[arg(long, value_name = "HOST:PORT", default_value = "127.0.0.1:3000")]
+    pub listen: String,
 }

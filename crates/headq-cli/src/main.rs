@@ -15,7 +15,10 @@ use crate::args::{Cli, Command};
 fn main() -> ExitCode {
     let cli = Cli::parse();
     start_logging(cli.global.quiet);
-    progress::catch_interrupts(cli.global.quiet);
+    // A server is ended by Burn's own handlers.
+    if !matches!(cli.command, Command::Serve(_)) {
+        progress::catch_interrupts(cli.global.quiet);
+    }
     let context = commands::Context::new(cli.global);
     let result = match &cli.command {
         Command::Inspect(args) => commands::inspect::run(&context, args),
@@ -27,6 +30,8 @@ fn main() -> ExitCode {
         Command::Finetune(args) => commands::finetune::run(&context, args),
         Command::Report(args) => commands::report::run(&context, args),
         Command::Run(args) => commands::run::run(&context, args),
+        Command::Devices(args) => commands::devices::run(&context, args),
+        Command::Serve(args) => commands::serve::run(&context, args),
         Command::Suite(args) => commands::suite::run(&context, args),
     };
     match result {
@@ -42,7 +47,7 @@ fn main() -> ExitCode {
 /// 2 for wrong usage, 1 otherwise.
 fn exit_status(error: &LabError) -> u8 {
     match error {
-        LabError::Usage(_) | LabError::Method(headq::Error::Scheme { .. }) => 2,
+        LabError::Usage(_) | LabError::Method(headq::Error::Scheme { .. } | headq::Error::DeviceName { .. }) => 2,
         _ => 1,
     }
 }

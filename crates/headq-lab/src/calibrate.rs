@@ -9,7 +9,7 @@ use headq_models::{Fingerprint, LanguageModel};
 
 use crate::artifact::{Header, SCHEMA, StatsArtifact};
 use crate::text::Windows;
-use crate::workers::map_in_order;
+use crate::workers::{Cores, map_in_order};
 use crate::{LabError, Observer, PROGRAM};
 
 /// Dense attention that accumulates the moments of q, k, v and, where there are quantizers, of their residuals.
@@ -133,7 +133,7 @@ pub(crate) fn accumulate(
     map_in_order(
         what,
         windows.len(),
-        threads,
+        Cores::on(&model.device(), threads),
         observer,
         || model.clone(),
         |model, i| {

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::artifact::{BasisArtifact, StatsArtifact};
 use crate::text::{TextInfo, Windows};
-use crate::workers::map_in_order;
+use crate::workers::{Cores, map_in_order};
 use crate::{LabError, Observer, PROGRAM};
 
 /// A scheme with the basis that it needs.
@@ -444,7 +444,7 @@ impl Request<'_> {
         map_in_order(
             what,
             windows.len(),
-            self.threads,
+            self.cores(),
             observer,
             || (self.model.clone(), measured.iter().map(|s| s.modules(layers, &device)).collect::<Vec<_>>()),
             |(model, modules), i| {
@@ -460,6 +460,11 @@ impl Request<'_> {
         Ok(whole)
     }
 
+    /// What passes over windows may use.
+    pub(crate) fn cores(&self) -> Cores {
+        Cores::on(&self.model.device(), self.threads)
+    }
+
     pub(crate) fn scheme_pass(&self, planned: &PlannedScheme, observer: &dyn Observer) -> Result<Vec<f64>, LabError> {
         let windows = self.windows();
         let layers = self.model.config().num_layers;
@@ -467,7 +472,7 @@ impl Request<'_> {
         map_in_order(
             &planned.asked,
             windows.len(),
-            self.threads,
+            self.cores(),
             observer,
             || (self.model.clone(), QuantizedCache::of(planned.modules(layers, &self.model.device()))),
             |(model, cache), i| self.checked(&planned.asked, i, self.losses(model, windows[i], cache)?),

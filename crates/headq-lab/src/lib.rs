@@ -3,7 +3,6 @@
 pub mod artifact;
 pub mod calibrate;
 pub mod compare;
-mod device;
 pub mod diagnose;
 mod error;
 pub mod evaluate;
@@ -16,7 +15,6 @@ pub mod text;
 pub mod workers;
 
 pub use calibrate::calibrate;
-pub use device::parse_device;
 pub use error::LabError;
 pub use observe::{Observer, Silent};
 

@@ -1,11 +1,12 @@
 //! What a run will need, said before it starts.
 
+use headq::device::Precision;
 use headq_models::ModelConfig;
 
 /// Bytes of memory that a pass over windows will need at most, roughly.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Estimate {
-    /// Weights, f32.
+    /// Weights; norms are few and taken as the others.
     pub weights: u64,
     /// Activations, scores and logits of the windows in flight.
     pub activations: u64,
@@ -13,7 +14,7 @@ pub struct Estimate {
 
 impl Estimate {
     /// For `workers` windows of `context` tokens in flight.
-    pub fn of(config: &ModelConfig, parameters: u64, context: usize, workers: usize) -> Self {
+    pub fn of(config: &ModelConfig, parameters: u64, precision: Precision, context: usize, workers: usize) -> Self {
         let t = context as u64;
         let tile = t.min(128);
         let logits = 2 * tile * config.vocab_size as u64;
@@ -22,7 +23,7 @@ impl Estimate {
         let widths =
             4 * config.hidden_size + 3 * config.intermediate_size + 6 * (config.query_width() + 2 * config.kv_width());
         let floats = logits + scores + t * widths as u64;
-        Self { weights: 4 * parameters, activations: 4 * workers as u64 * floats }
+        Self { weights: precision.bytes() * parameters, activations: 4 * workers as u64 * floats }
     }
 
     /// Weights and activations together.

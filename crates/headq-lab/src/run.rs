@@ -7,6 +7,7 @@
 use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 
+use headq::device::{DeviceName, Precision};
 use headq::scheme::{BaseScheme, Family, Scheme};
 use headq_models::{Fingerprint, LoadOptions, LoadedModel, ModelError, Tokenizer, load};
 use serde::{Deserialize, Serialize};
@@ -17,7 +18,7 @@ use crate::compare::candidates::Asked;
 use crate::diagnose::thresholds::Thresholds;
 use crate::evaluate::{Evaluation, PartStore, PlannedScheme, Request, Sources};
 use crate::text::{WindowOptions, Windows, load_windows};
-use crate::{LabError, Observer, calibrate, finetune, parse_device};
+use crate::{LabError, Observer, calibrate, finetune};
 
 /// A run's configuration, as TOML. Paths are relative to the file. `${NAME}` stands for an environment variable; a path that begins
 /// with one is relative to the folder that the program is started in.
@@ -31,6 +32,9 @@ pub struct RunConfig {
     /// Device.
     #[serde(default = "default_device")]
     pub device: String,
+    /// Type of the weights: `f32`, `f16` or `bf16`.
+    #[serde(default)]
+    pub dtype: Precision,
     /// Seed of random bases.
     #[serde(default)]
     pub seed: u64,
@@ -197,6 +201,16 @@ impl OneOrMany {
             OneOrMany::One(one) => std::slice::from_ref(one),
             OneOrMany::Many(many) => many,
         }
+    }
+}
+
+impl RunConfig {
+    /// The model on its device, and what reports call that device.
+    pub(crate) fn load_model(&self) -> Result<(LoadedModel, String), LabError> {
+        let name: DeviceName = self.device.parse()?;
+        let device = name.open()?;
+        let loaded = load(&self.model, &device, &LoadOptions { precision: self.dtype, ..Default::default() })?;
+        Ok((loaded, name.label(&device, self.dtype)))
     }
 }
 
@@ -557,8 +571,7 @@ pub fn run(
     let eval =
         config.eval.as_ref().ok_or_else(|| LabError::Usage("this configuration has no [eval] section".into()))?;
     let schemes: Vec<Scheme> = eval.schemes.iter().map(|s| s.parse()).collect::<Result<_, headq::Error>>()?;
-    let device = parse_device(&config.device)?;
-    let loaded = load(&config.model, &device, &LoadOptions::default())?;
+    let (loaded, device) = config.load_model()?;
     schemes.iter().try_for_each(|s| s.check(loaded.config().head_dim))?;
     if config.finetune.is_some() && !schemes.iter().any(is_learned) {
         let reason = "[finetune] trains bases of the family learned, and eval.schemes has no scheme of that family";
@@ -610,7 +623,7 @@ pub fn run(
         model: &loaded.model,
         fingerprint: &loaded.fingerprint,
         name: config.model.clone(),
-        device: config.device.clone(),
+        device,
         texts: &eval_texts,
         add_bos: config.add_bos,
         schemes: &planned,

@@ -7,24 +7,43 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc;
 
+use burn::tensor::Device;
+
 use crate::{LabError, Observer};
+
+/// Cores to use, and how many jobs share them at a time.
+#[derive(Debug, Clone, Copy)]
+pub struct Cores {
+    /// Cores in all.
+    pub threads: usize,
+    /// Jobs at a time.
+    pub jobs: usize,
+}
+
+impl Cores {
+    /// For work on a device: on a CPU each core takes a job of its own; another device has one at a time, and the cores help it.
+    pub fn on(device: &Device, threads: usize) -> Self {
+        Self { threads, jobs: if headq::device::is_cpu(device) { threads } else { 1 } }
+    }
+}
 
 /// Runs `job` for 0..count and hands each result to `take`, in order.
 ///
-/// `make` builds what a worker needs for its jobs (a clone of the model, say) and `threads` bounds the cores used.
+/// `make` builds what a worker needs for its jobs (a clone of the model, say) and `cores` bounds the cores used.
 ///
 /// # Errors
 /// The first error of a job, in order, or [`LabError::Interrupted`].
 pub fn map_in_order<W: Send, T: Send>(
     what: &str,
     count: usize,
-    threads: usize,
+    cores: Cores,
     observer: &dyn Observer,
     make: impl Fn() -> W,
     job: impl Fn(&mut W, usize) -> Result<T, LabError> + Sync,
     mut take: impl FnMut(usize, T),
 ) -> Result<(), LabError> {
-    let workers = threads.clamp(1, count.max(1));
+    let threads = cores.threads;
+    let workers = cores.jobs.clamp(1, count.max(1));
     observer.begin(what, count);
     let next = AtomicUsize::new(0);
     let stop = AtomicBool::new(false);
@@ -95,7 +114,7 @@ mod tests {
                 std::thread::sleep(std::time::Duration::from_millis((10 - i as u64) % 3));
                 Ok(i * i)
             };
-            map_in_order("squares", 10, threads, &Silent, || (), job, |i, v| seen.push((i, v))).unwrap();
+            map_in_order("squares", 10, Cores { threads, jobs: threads }, &Silent, || (), job, |i, v| seen.push((i, v))).unwrap();
             assert_eq!(seen, (0..10).map(|i| (i, i * i)).collect::<Vec<_>>());
         }
     }
@@ -103,7 +122,7 @@ mod tests {
     #[test]
     fn the_first_error_ends_the_work() {
         let job = |_: &mut (), i: usize| if i >= 3 { Err(LabError::Usage(format!("job {i}"))) } else { Ok(i) };
-        let error = map_in_order("failing", 100, 2, &Silent, || (), job, |_, _| ()).unwrap_err();
+        let error = map_in_order("failing", 100, Cores { threads: 2, jobs: 2 }, &Silent, || (), job, |_, _| ()).unwrap_err();
         assert_eq!(error.to_string(), "job 3");
     }
 }

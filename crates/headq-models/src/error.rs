@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use headq::device::Precision;
+
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
@@ -149,6 +151,14 @@ pub enum ModelError {
         needed: usize,
         /// Positions there are.
         limit: usize,
+    },
+    /// A type of weights that the device cannot compute with.
+    #[error("the device has no {asked}; it has {}", known.iter().map(|p| p.to_string()).collect::<Vec<_>>().join(", "))]
+    Precision {
+        /// What was asked for.
+        asked: Precision,
+        /// What the device has.
+        known: Vec<Precision>,
     },
     /// A list of tokens or targets whose length does not match.
     #[error("{what}: expected {expected}, found {found}")]

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use burn::tensor::Device;
+use headq::device::Precision;
 
 use crate::config::ModelConfig;
 use crate::error::ModelError;
@@ -18,11 +19,13 @@ use crate::weights;
 pub struct LoadOptions {
     /// Name of the config file within a model folder; `config.json` by default.
     pub config_file: String,
+    /// Type of the matrices on the device.
+    pub precision: Precision,
 }
 
 impl Default for LoadOptions {
     fn default() -> Self {
-        Self { config_file: "config.json".into() }
+        Self { config_file: "config.json".into(), precision: Precision::default() }
     }
 }
 
@@ -47,7 +50,7 @@ pub struct Description {
 
 /// A model ready to run.
 pub struct LoadedModel {
-    /// The model, f32, on the device asked for.
+    /// The model, on the device asked for.
     pub model: LanguageModel,
     /// Identity, for artifacts.
     pub fingerprint: Fingerprint,
@@ -96,9 +99,15 @@ impl TokenizerSource {
 /// # Errors
 /// [`ModelError`]: one line that says what is wrong with which file.
 pub fn load(path: impl AsRef<Path>, device: &Device, options: &LoadOptions) -> Result<LoadedModel, ModelError> {
+    if !options.precision.is_on(device) {
+        return Err(ModelError::Precision {
+            asked: options.precision,
+            known: Precision::ALL.into_iter().filter(|p| p.is_on(device)).collect(),
+        });
+    }
     let opened = Opened::new(path.as_ref(), options)?;
     let source = opened.source();
-    let model = weights::load(&opened.config, source, device)?;
+    let model = weights::load(&opened.config, source, device, options.precision)?;
     let fingerprint = Fingerprint::new(&opened.config, source);
     let description = opened.describe();
     let tokenizer = match opened.files {

@@ -2,7 +2,7 @@
 
 use burn::module::{Initializer, Module, Param};
 use burn::nn::{Embedding, LayerNorm, LayerNormConfig, Linear, RmsNorm, RmsNormConfig};
-use burn::tensor::{DType, Device, Int, Tensor, TensorData, activation};
+use burn::tensor::{DType, Device, FloatDType, Int, Tensor, TensorData, activation};
 use headq::{Attention, AttentionSite};
 use rayon::prelude::*;
 
@@ -224,8 +224,8 @@ impl LanguageModel {
     /// The head: `[n, hidden]` → `[n, vocab]`. A tied head reads the embedding through a transposed view.
     fn project(&self, x: Tensor<2>) -> Tensor<2> {
         match &self.head {
-            Some(head) => head.forward(x),
-            None => x.matmul(self.embedding.weight.val().transpose()),
+            Some(head) => product(head, x),
+            None => with_weights(&self.embedding.weight.val(), x, |x, table| x.matmul(table.transpose())),
         }
     }
 
@@ -252,9 +252,9 @@ impl LanguageModel {
     /// - returns `[batch, tokens, hidden]`
     pub fn embed(&self, ids: Tensor<2, Int>, start: usize) -> Tensor<3> {
         let tokens = ids.dims()[1];
-        let x = self.embedding.forward(ids);
+        let x = wide(self.embedding.forward(ids));
         match &self.positions {
-            Some(positions) => x + positions.weight.val().narrow(0, start, tokens).unsqueeze(),
+            Some(positions) => x + wide(positions.weight.val().narrow(0, start, tokens)).unsqueeze(),
             None => x,
         }
     }
@@ -309,7 +309,7 @@ impl LanguageModel {
     ) -> Tensor<2> {
         let c = &self.config;
         let (heads, kv, all) = (c.num_heads, c.num_kv_heads, c.num_heads + 2 * c.num_kv_heads);
-        let qkv = block.qkv.forward(x).reshape([pass.batch, pass.tokens, all, c.head_dim]).swap_dims(1, 2);
+        let qkv = product(&block.qkv, x).reshape([pass.batch, pass.tokens, all, c.head_dim]).swap_dims(1, 2);
         let v = qkv.clone().narrow(1, heads + kv, kv);
         let qk = qkv.narrow(1, 0, heads + kv);
         let qk = match &pass.rope {
@@ -319,11 +319,11 @@ impl LanguageModel {
         let (q, k) = (qk.clone().narrow(1, 0, heads), qk.narrow(1, heads, kv));
         let site = AttentionSite { layer, start: pass.start, scale: c.scales[layer], window: c.windows[layer] };
         let attended = attention.attend(&site, q, k, v);
-        block.out.forward(attended.swap_dims(1, 2).reshape([pass.batch * pass.tokens, c.query_width()]))
+        product(&block.out, attended.swap_dims(1, 2).reshape([pass.batch * pass.tokens, c.query_width()]))
     }
 
     fn mlp(&self, block: &Block, x: Tensor<2>) -> Tensor<2> {
-        let inner = block.mlp_in.forward(x);
+        let inner = product(&block.mlp_in, x);
         let inner = if self.config.gated_mlp && self.config.activation == Activation::Silu {
             headq::kernels::swiglu(inner)
         } else if self.config.gated_mlp {
@@ -333,7 +333,30 @@ impl LanguageModel {
         } else {
             activate(self.config.activation, inner)
         };
-        block.mlp_out.forward(inner)
+        product(&block.mlp_out, inner)
+    }
+}
+
+/// A linear layer in the type of its weights, whatever that is; in and out are f32.
+fn product(layer: &Linear, x: Tensor<2>) -> Tensor<2> {
+    with_weights(&layer.weight.val(), x, |x, _| layer.forward(x))
+}
+
+/// `f` of x in the type of some weights and of these; back in the type of x.
+fn with_weights(weights: &Tensor<2>, x: Tensor<2>, f: impl FnOnce(Tensor<2>, Tensor<2>) -> Tensor<2>) -> Tensor<2> {
+    match (weights.dtype(), x.dtype()) {
+        (stored, given) if stored == given => f(x, weights.clone()),
+        (DType::F16, _) => wide(f(x.cast(FloatDType::F16), weights.clone())),
+        (DType::BF16, _) => wide(f(x.cast(FloatDType::BF16), weights.clone())),
+        (_, _) => f(x, weights.clone()),
+    }
+}
+
+/// Half precision as f32; anything else as it is.
+fn wide<const D: usize>(x: Tensor<D>) -> Tensor<D> {
+    match x.dtype() {
+        DType::F16 | DType::BF16 => x.cast(FloatDType::F32),
+        _ => x,
     }
 }
 

@@ -10,6 +10,7 @@ use std::collections::BTreeSet;
 use burn::module::Param;
 use burn::nn::{Embedding, Linear};
 use burn::tensor::{Device, Tensor, TensorData};
+use headq::device::Precision;
 use rayon::prelude::*;
 
 use crate::arch::{BUFFERS, QkvNames};
@@ -189,15 +190,16 @@ pub(crate) fn load(
     config: &ModelConfig,
     source: &dyn TensorSource,
     device: &Device,
+    precision: Precision,
 ) -> Result<LanguageModel, ModelError> {
     check(config, source)?;
     let plan = Plan { config };
-    let reader = Reader::new(config, source);
+    let reader = Reader { precision, ..Reader::new(config, source) };
     let names = &config.architecture.names;
     let table = |name: &str, rows: usize| -> Result<Embedding, ModelError> {
         let shape = [rows, config.hidden_size];
         let values = reader.read(&plan.full(name), &shape)?;
-        Ok(Embedding { weight: Param::from_data(TensorData::new(values, shape), device) })
+        Ok(Embedding { weight: reader.matrix(values, shape, device) })
     };
     let block = |layer: usize| -> Result<Block, ModelError> {
         let [attention_norm, mlp_norm] = plan.norms(layer);
@@ -226,11 +228,12 @@ struct Reader<'a> {
     config: &'a ModelConfig,
     source: &'a dyn TensorSource,
     used: RefCell<BTreeSet<usize>>,
+    precision: Precision,
 }
 
 impl<'a> Reader<'a> {
     fn new(config: &'a ModelConfig, source: &'a dyn TensorSource) -> Self {
-        Self { config, source, used: RefCell::default() }
+        Self { config, source, used: RefCell::default(), precision: Precision::F32 }
     }
 
     fn find(&self, name: &str) -> Option<usize> {
@@ -269,6 +272,15 @@ impl<'a> Reader<'a> {
         self.source.read(self.locate(name, shape)?)
     }
 
+    /// A parameter that products are made with, on the device in the precision asked for.
+    fn matrix<const D: usize>(&self, values: Vec<f32>, shape: [usize; D], device: &Device) -> Param<Tensor<D>> {
+        let param = Param::from_data(TensorData::new(values, shape), device);
+        match self.precision {
+            Precision::F32 => param,
+            half => param.map(|x: Tensor<D>| x.cast(half.dtype())),
+        }
+    }
+
     fn norm(&self, name: &str, device: &Device) -> Result<Norm, ModelError> {
         let shape = [self.config.hidden_size];
         let vector = |kind: &str| -> Result<Param<Tensor<1>>, ModelError> {
@@ -305,8 +317,8 @@ impl<'a> Reader<'a> {
             first += part.output;
         }
         Ok(Linear {
-            weight: Param::from_data(TensorData::new(weight, [fused.input, output]), device),
-            bias: fused.bias.then(|| Param::from_data(TensorData::new(bias, [output]), device)),
+            weight: self.matrix(weight, [fused.input, output], device),
+            bias: fused.bias.then(|| self.matrix(bias, [output], device)),
         })
     }
 

@@ -6,18 +6,23 @@ mod common;
 use burn::tensor::{Device, Tensor};
 use common::{ALL, Capture, Copy, Expected, assert_close, fixture, floats, host, logits, open, read_tensors};
 use half::{bf16, f16};
-use headq::DenseAttention;
-use headq_models::{LoadOptions, load};
+use headq::{DenseAttention, DeviceName};
+use headq_models::{LoadOptions, LoadedModel, load};
 use safetensors::tensor::Dtype;
 
 fn conforms(name: &str, config_file: &str) {
-    let options = LoadOptions { config_file: config_file.into() };
-    let loaded = load(fixture(name), &Device::flex(), &options).unwrap();
+    let options = LoadOptions { config_file: config_file.into(), ..Default::default() };
+    for (device_name, device) in DeviceName::present() {
+        conforms_on(&format!("{device_name}, {name}/{config_file}"), name, &load(fixture(name), &device, &options).unwrap());
+    }
+}
+
+fn conforms_on(what: &str, name: &str, loaded: &LoadedModel) {
     let (model, config, expected) = (&loaded.model, loaded.config(), Expected::of(name));
     let ids = model.ids(&expected.ids(), 2, 0).unwrap();
     let mut capture = Capture::default();
     let states = model.hidden_states(ids.clone(), 0, &mut capture);
-    let what = |part: &str, i: usize| format!("{name}/{config_file}: {part}.{i}");
+    let what = |part: &str, i: usize| format!("{what}: {part}.{i}");
     assert_eq!(states.len(), config.num_layers + 1);
     for (i, state) in states.iter().enumerate() {
         assert_close(&what("hidden", i), &host(state.clone()), &expected.get(&format!("hidden.{i}")), 2e-4);
@@ -44,7 +49,7 @@ fn all_checkpoints_match_transformers() {
 fn configs_of_transformers_4_give_the_same_model() {
     for name in ALL {
         conforms(name, "config_v4.json");
-        let v4 = LoadOptions { config_file: "config_v4.json".into() };
+        let v4 = LoadOptions { config_file: "config_v4.json".into(), ..Default::default() };
         let (new, old) = (open(&fixture(name)).unwrap(), load(fixture(name), &Device::flex(), &v4).unwrap());
         assert_eq!(new.config(), old.config(), "{name}");
         assert_eq!(new.fingerprint, old.fingerprint, "{name}");

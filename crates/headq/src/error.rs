@@ -20,6 +20,22 @@ pub enum Error {
         /// What does not fit.
         reason: String,
     },
+    /// The written form of a device is not known.
+    #[error("device '{device}': {reason}")]
+    DeviceName {
+        /// The text given.
+        device: String,
+        /// What was expected.
+        reason: String,
+    },
+    /// A device that cannot be used here.
+    #[error("device '{device}': {reason}")]
+    Device {
+        /// The device in its written form.
+        device: String,
+        /// What is missing and what to do.
+        reason: String,
+    },
     /// Means and scales of keys cannot be derived.
     #[error("statistics of keys: {reason}")]
     Keys {

@@ -17,6 +17,7 @@
 //! | [`codec`], [`attention`] | one layer's codec and attention as a Burn module; a whole model's cache |
 //! | [`metrics`] | score, attention, storage and readout errors E1–E8 |
 //! | [`correction`], [`learn`] | the trainable correction as a Burn module; losses that train it |
+//! | [`device`] | devices by name |
 //! | [`budget`] | code bits, cache bits and bytes, all in |
 //! | [`kernels`] | vector loops on the host |
 //!
@@ -28,6 +29,7 @@ pub mod basis;
 pub mod budget;
 pub mod codec;
 pub mod correction;
+pub mod device;
 mod error;
 pub mod gaussian;
 pub mod kernels;
@@ -44,6 +46,7 @@ pub use attention::{LayerState, QuantizedCache};
 pub use basis::Basis;
 pub use codec::HeadqAttention;
 pub use correction::Correction;
+pub use device::DeviceName;
 pub use error::Error;
 pub use metrics::{Diagnostics, HeadDiagnostics, LayerProbe, QueryReading, QuerySink, ShiftChange};
 pub use scheme::Scheme;

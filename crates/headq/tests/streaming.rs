@@ -7,7 +7,7 @@ mod common;
 use burn::tensor::{Device, Tensor};
 use common::{basis, heads, modules, normal, read, teacher_forced};
 use headq::scheme::{Flush, Scheme};
-use headq::{Attention, AttentionSite, DenseAttention, QuantizedCache};
+use headq::{Attention, AttentionSite, DenseAttention, DeviceName, QuantizedCache};
 
 const D: usize = 16;
 
@@ -152,23 +152,28 @@ fn long_texts_cross_tiles() {
 
 #[test]
 fn the_cache_reads_what_the_definition_says() {
-    let device = Device::flex();
+    for (name, device) in DeviceName::present() {
+        reads_what_the_definition_says(&name, &device);
+    }
+}
+
+fn reads_what_the_definition_says(name: &DeviceName, device: &Device) {
     for scheme in SCHEMES {
         let scheme: Scheme = scheme.parse().unwrap();
         for window in [None, Some(9)] {
             let basis = basis(&scheme, 1, 4, 2, D);
             let (q, k, v) = (
-                normal([1, 4, 45, D], 7, &device),
-                normal([1, 2, 45, D], 8, &device),
-                normal([1, 2, 45, D], 9, &device),
+                normal([1, 4, 45, D], 7, device),
+                normal([1, 2, 45, D], 8, device),
+                normal([1, 2, 45, D], 9, device),
             );
             let site = site(0, window);
             let expected = read(&scheme, basis.as_ref(), &site, &heads(&q), &heads(&k), &heads(&v));
             let expected: Vec<_> =
                 expected.into_iter().map(|h| h.into_iter().map(|r| r.output).collect::<Vec<_>>()).collect();
-            let found = teacher_forced(&scheme, basis.as_ref(), 2, D, &device).attend(&site, q, k, v);
-            let worst = worst(&found, &common::tensor(&expected, &device));
-            assert!(worst < 2e-5, "{scheme}, window {window:?}: {worst:e}");
+            let found = teacher_forced(&scheme, basis.as_ref(), 2, D, device).attend(&site, q, k, v);
+            let worst = worst(&found, &common::tensor(&expected, device));
+            assert!(worst < 2e-5, "{name}: {scheme}, window {window:?}: {worst:e}");
         }
     }
 }
@@ -224,13 +229,14 @@ fn flushed_tokens_leave_the_dense_window() {
 
 #[test]
 fn attention_works_under_autodiff_and_forwards_the_same_codes() {
-    let device = Device::flex();
     for scheme in [
         "kivi-2(g=8,r=5)+score-optimal(rank=4,bits=3)/token-4(c=8)",
         "grid-3(g=8,r=5,center,c=4)+score-optimal(rank=4,bits=3)/a2-4(c=8)",
         "rotated-3(g=8,r=5)+score-optimal(rank=4,bits=3)/mse-4(c=8)",
     ] {
-        forwards_the_same_codes_under_autodiff(&scheme.parse().unwrap(), &device);
+        for (_, device) in DeviceName::present() {
+            forwards_the_same_codes_under_autodiff(&scheme.parse().unwrap(), &device);
+        }
     }
 }
 

@@ -25,7 +25,7 @@ pub fn run(context: &Context, args: &Compare) -> Result<(), LabError> {
         model: &loaded.model,
         fingerprint: &loaded.fingerprint,
         name: args.model.display().to_string(),
-        device: context.device_name(),
+        device: context.device_label(&loaded)?,
         texts: &windows,
         add_bos: args.text.add_bos,
         schemes: &[],

@@ -42,6 +42,7 @@ fn config(context: &Context, args: &Diagnose) -> Result<RunConfig, LabError> {
         name,
         model: args.model.to_string_lossy().into_owned(),
         device: context.device_name(),
+        dtype: context.dtype(),
         seed: context.seed(),
         add_bos: args.add_bos,
         calibrate,

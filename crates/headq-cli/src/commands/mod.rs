@@ -3,12 +3,14 @@
 pub mod basis;
 pub mod calibrate;
 pub mod compare;
+pub mod devices;
 pub mod diagnose;
 pub mod eval;
 pub mod finetune;
 pub mod inspect;
 pub mod report;
 pub mod run;
+pub mod serve;
 pub mod suite;
 
 use std::io::Write;
@@ -16,7 +18,10 @@ use std::path::{Path, PathBuf};
 
 use headq_lab::memory::{self, Estimate};
 use headq_lab::text::{WindowOptions, Windows, load_windows};
-use headq_lab::{LabError, parse_device};
+use burn::tensor::Device;
+use headq::DeviceName;
+use headq::device::Precision;
+use headq_lab::LabError;
 use headq_models::{Description, LoadOptions, LoadedModel, Tokenizer, describe, load};
 use serde_json::Value;
 
@@ -28,6 +33,7 @@ pub struct Context {
     pub json: bool,
     pub bars: Bars,
     pub device: Option<String>,
+    pub dtype: Option<Precision>,
     pub seed: Option<u64>,
     pub threads: usize,
 }
@@ -44,11 +50,28 @@ impl Context {
         if let Err(error) = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global() {
             tracing::warn!("using the default number of threads: {error}");
         }
-        Self { json: global.json, bars: Bars::new(global.quiet), device: global.device, seed: global.seed, threads }
+        Self { json: global.json, bars: Bars::new(global.quiet), device: global.device, dtype: global.dtype, seed: global.seed, threads }
     }
 
     pub fn device_name(&self) -> String {
         self.device.clone().unwrap_or_else(|| "flex".into())
+    }
+
+    /// A device by name, tried in a process of its own where a broken driver could end this one.
+    pub fn device(&self, name: &str) -> Result<Device, LabError> {
+        let name: DeviceName = name.parse()?;
+        devices::check(&name)?;
+        Ok(name.open()?)
+    }
+
+    pub fn dtype(&self) -> Precision {
+        self.dtype.unwrap_or_default()
+    }
+
+    /// What results call the device that a model is on.
+    pub fn device_label(&self, model: &LoadedModel) -> Result<String, LabError> {
+        let name: DeviceName = self.device_name().parse()?;
+        Ok(name.label(&model.model.device(), self.dtype()))
     }
 
     pub fn seed(&self) -> u64 {
@@ -69,8 +92,8 @@ impl Context {
 
     /// Loads the texts and the model, saying first what it will take.
     pub fn load(&self, model: &Path, text: &TextArgs) -> Result<(LoadedModel, Vec<Windows>), LabError> {
-        let device = parse_device(&self.device_name())?;
-        let options = LoadOptions::default();
+        let device = self.device(&self.device_name())?;
+        let options = LoadOptions { precision: self.dtype(), ..Default::default() };
         let described = describe(model, &options)?;
         // Texts first: they are quick to read, and most mistakes are in them.
         let tokenizer = headq_models::tokenizer(model, &options)?;
@@ -82,7 +105,7 @@ impl Context {
     /// Says what a pass will need, and warns where the machine has less.
     pub fn say_memory(&self, model: &Description, context: usize, windows: usize) {
         let workers = self.threads.min(windows.max(1));
-        let estimate = Estimate::of(&model.config, model.parameters, context, workers);
+        let estimate = Estimate::of(&model.config, model.parameters, self.dtype(), context, workers);
         let gib = |bytes: u64| bytes as f64 / f64::from(1u32 << 30);
         let free = memory::available();
         let of = free.map_or(String::new(), |free| format!(" of {:.1} GiB available", gib(free)));

@@ -45,11 +45,14 @@ pub fn run(context: &Context, args: &Run) -> Result<(), LabError> {
     }
 }
 
-/// Reads a configuration; device and seed of the command line come before its own.
+/// Reads a configuration; device, type and seed of the command line come before its own.
 pub fn load(context: &Context, path: &Path) -> Result<RunConfig, LabError> {
     let mut config = RunConfig::load(path)?;
     if let Some(device) = &context.device {
         config.device = device.clone();
+    }
+    if let Some(dtype) = context.dtype {
+        config.dtype = dtype;
     }
     if let Some(seed) = context.seed {
         config.seed = seed;
@@ -59,6 +62,7 @@ pub fn load(context: &Context, path: &Path) -> Result<RunConfig, LabError> {
 
 /// Carries out a configuration of any kind.
 pub fn take(context: &Context, config: &RunConfig, options: &RunOptions) -> Result<Outcome, LabError> {
+    super::devices::check(&config.device.parse()?)?;
     let outcome = match (&config.diagnose, &config.compare) {
         (Some(_), _) => Outcome::Diagnosis(Box::new(super::diagnose::take(context, config, options)?)),
         (None, Some(_)) => Outcome::Comparison(Box::new(super::compare::take(context, config, options)?)),

@@ -28,7 +28,7 @@ use std::path::Path;
 
 use headq::metrics::excess_removed;
 use headq::{HeadDiagnostics, Scheme};
-use headq_models::{LoadOptions, LoadedModel, load};
+use headq_models::LoadedModel;
 
 use self::candidates::{Asked, Candidate, Candidates};
 use self::data::{BootstrapInfo, ComparedBasis, Comparison, PairAngles, Seen};
@@ -42,7 +42,7 @@ use crate::run::{
     training_windows, windows, write_json,
 };
 use crate::text::WindowOptions;
-use crate::{LabError, Observer, parse_device};
+use crate::{LabError, Observer};
 
 /// File of a run's folder that holds its comparison.
 pub const FILE: &str = "comparison.json";
@@ -287,8 +287,7 @@ pub fn run(
     let missing = || LabError::Usage("this configuration has no [compare] section".into());
     let section = config.compare.as_ref().ok_or_else(missing)?;
     let asked = section.asked(config.finetune.is_some())?;
-    let device = parse_device(&config.device)?;
-    let loaded = load(&config.model, &device, &LoadOptions::default())?;
+    let (loaded, device) = config.load_model()?;
     let tokenizer = loaded.tokenizer()?;
     let own = WindowOptions {
         max_chars: section.max_chars,
@@ -342,7 +341,7 @@ pub fn run(
         model: &loaded.model,
         fingerprint: &loaded.fingerprint,
         name: config.model.clone(),
-        device: config.device.clone(),
+        device,
         texts: &texts,
         add_bos: config.add_bos,
         schemes: &[],

@@ -237,7 +237,7 @@ impl Chain<'_> {
         map_in_order(
             "shifted keys",
             windows.len(),
-            self.request.threads,
+            self.request.cores(),
             observer,
             make,
             |(model, modules, offsets), i| {
@@ -427,7 +427,7 @@ impl Chain<'_> {
         map_in_order(
             "queries",
             windows.len(),
-            self.request.threads,
+            self.request.cores(),
             observer,
             || (self.request.model.clone(), planned.iter().map(|p| p.modules(layers, &device)).collect::<Vec<_>>()),
             |(model, modules), i| {

@@ -26,7 +26,7 @@ use std::collections::HashSet;
 use std::path::Path;
 
 use headq::scheme::{BaseScheme, Family, Scheme};
-use headq_models::{LoadOptions, LoadedModel, load};
+use headq_models::LoadedModel;
 
 use self::chain::Chain;
 use self::data::{Calibration, Diagnosis, LINKS};
@@ -39,7 +39,7 @@ use crate::run::{
     write_json,
 };
 use crate::text::{WindowOptions, Windows};
-use crate::{LabError, Observer, calibrate, parse_device};
+use crate::{LabError, Observer, calibrate};
 
 /// File of a run's folder that holds its diagnosis.
 pub const FILE: &str = "diagnosis.json";
@@ -207,8 +207,7 @@ pub fn diagnose(
     asked.check().map_err(LabError::Usage)?;
     let links = asked_links(asked.links.as_deref()).map_err(LabError::Usage)?;
     let base: BaseScheme = asked.base.parse()?;
-    let device = parse_device(&config.device)?;
-    let loaded = load(&config.model, &device, &LoadOptions::default())?;
+    let (loaded, device) = config.load_model()?;
     let plan = Plan { base, rank: asked.rank, bits: asked.bits, head_dim: loaded.config().head_dim };
     let texts = Texts::load(config, asked, &loaded)?;
     check_distinct(&texts.measured)?;
@@ -235,7 +234,7 @@ pub fn diagnose(
         model: &loaded.model,
         fingerprint: &loaded.fingerprint,
         name: config.model.clone(),
-        device: config.device.clone(),
+        device,
         texts: &texts.measured,
         add_bos: config.add_bos,
         schemes: &[],
@@ -283,7 +282,7 @@ fn skeleton(
         command: options.command.clone(),
         model: config.model.clone(),
         fingerprint: request.fingerprint.clone(),
-        device: config.device.clone(),
+        device: request.device.clone(),
         seed: config.seed,
         add_bos: config.add_bos,
         context: asked.context,

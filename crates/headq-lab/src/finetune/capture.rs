@@ -5,7 +5,7 @@ use headq::{Attention, AttentionSite, QuantizedCache, Scheme};
 use headq_models::{LanguageModel, ModelConfig};
 
 use super::{CAPTURE_BYTES, Request};
-use crate::workers::map_in_order;
+use crate::workers::{Cores, map_in_order};
 use crate::{LabError, Observer};
 
 /// Post-RoPE queries and keys of one layer and window, on the host.
@@ -54,7 +54,7 @@ pub fn capture(request: &Request, layers: &[usize], observer: &dyn Observer) -> 
     map_in_order(
         &what,
         windows.len(),
-        request.threads,
+        Cores::on(&request.model.device(), request.threads),
         observer,
         || request.model.clone(),
         |model, i| {

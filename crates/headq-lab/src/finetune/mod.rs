@@ -33,7 +33,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::artifact::{BasisArtifact, BasisHeader, StatsArtifact};
 use crate::text::{TextInfo, Windows};
-use crate::workers::map_in_order;
+use crate::workers::{Cores, map_in_order};
 use crate::{LabError, Observer, PROGRAM};
 use state::StateFolder;
 pub use summary::{LayerSummary, METRICS, SUMMARY, Stopped, Summary, Trained};
@@ -334,7 +334,7 @@ impl Request<'_> {
             let result = map_in_order(
                 "",
                 layers.len(),
-                self.threads,
+                Cores::on(&self.model.device(), self.threads),
                 &progress,
                 || (),
                 |(), i| {
