@@ -26,6 +26,7 @@ fn main() -> ExitCode {
         Command::Diagnose(args) => commands::diagnose::run(&context, args),
         Command::Finetune(args) => commands::finetune::run(&context, args),
         Command::Report(args) => commands::report::run(&context, args),
+        Command::Pull(args) => commands::pull::run(&context, args),
         Command::Run(args) => commands::run::run(&context, args),
         Command::Suite(args) => commands::suite::run(&context, args),
     };

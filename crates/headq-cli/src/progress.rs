@@ -5,7 +5,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use headq_lab::Observer;
-use indicatif::{ProgressBar, ProgressStyle};
+use headq_lab::hub::BYTES;
+use indicatif::{DecimalBytes, ProgressBar, ProgressStyle};
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
@@ -65,9 +66,12 @@ impl Observer for Bars {
         if self.quiet {
             return;
         }
-        let style = ProgressStyle::with_template(&format!(
-            "{{msg:48}} [{{bar:24}}] {{pos}}/{{len}} {unit}  {{per_sec}}  {{eta}} left  {{prefix}}"
-        ));
+        let counts = match unit {
+            BYTES => "{decimal_bytes}/{decimal_total_bytes}  {decimal_bytes_per_sec}".into(),
+            unit => format!("{{pos}}/{{len}} {unit}  {{per_sec}}"),
+        };
+        let style =
+            ProgressStyle::with_template(&format!("{{msg:48}} [{{bar:24}}] {counts}  {{eta}} left  {{prefix}}"));
         let bar = ProgressBar::new(total as u64).with_message(what.to_string());
         bar.set_style(style.expect("the template is fixed").progress_chars("=> "));
         bar.tick();
@@ -83,9 +87,13 @@ impl Observer for Bars {
     }
 
     fn step(&self) {
+        self.steps(1);
+    }
+
+    fn steps(&self, count: usize) {
         self.with(|slot| {
             if let Some((bar, _)) = slot {
-                bar.inc(1);
+                bar.inc(count as u64);
             }
         });
     }
@@ -95,7 +103,11 @@ impl Observer for Bars {
             if let Some((bar, unit)) = slot.take() {
                 let (what, count, time) = (bar.message(), bar.position(), bar.elapsed());
                 bar.finish_and_clear();
-                say(&format!("{what}: {count} {unit} in {:.1} s", time.as_secs_f64()));
+                let amount = match unit.as_str() {
+                    BYTES => DecimalBytes(count).to_string(),
+                    unit => format!("{count} {unit}"),
+                };
+                say(&format!("{what}: {amount} in {:.1} s", time.as_secs_f64()));
             }
         });
     }

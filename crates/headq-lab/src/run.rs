@@ -8,6 +8,7 @@ use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 
 use headq::scheme::{BaseScheme, Family, Scheme};
+use headq_hub::HubName;
 use headq_models::{Fingerprint, LoadOptions, LoadedModel, ModelError, Tokenizer, load};
 use serde::{Deserialize, Serialize};
 
@@ -17,7 +18,7 @@ use crate::compare::candidates::Asked;
 use crate::diagnose::thresholds::Thresholds;
 use crate::evaluate::{Evaluation, PartStore, PlannedScheme, Request, Sources};
 use crate::text::{WindowOptions, Windows, load_windows};
-use crate::{LabError, Observer, calibrate, finetune, parse_device};
+use crate::{LabError, Observer, calibrate, finetune, hub, parse_device};
 
 /// A run's configuration, as TOML. Paths are relative to the file. `${NAME}` stands for an environment variable; a path that begins
 /// with one is relative to the folder that the program is started in.
@@ -26,7 +27,7 @@ use crate::{LabError, Observer, calibrate, finetune, parse_device};
 pub struct RunConfig {
     /// Name of the run, and of its folder under `runs/`.
     pub name: String,
-    /// Model: a folder or a file.
+    /// Model: a folder, a file, or `hf:ORG/NAME[@REV][:FILE]`.
     pub model: String,
     /// Device.
     #[serde(default = "default_device")]
@@ -235,7 +236,11 @@ impl RunConfig {
             *value = shortest(path).to_string_lossy().into_owned();
             Ok(())
         };
-        resolve(&mut config.model)?;
+        if hub::is_name(&config.model) {
+            config.model.parse::<HubName>().map_err(|e| fail(e.to_string()))?;
+        } else {
+            resolve(&mut config.model)?;
+        }
         let texts = [
             config.eval.as_mut().map(|c| &mut c.text),
             config.diagnose.as_mut().map(|c| &mut c.text),
@@ -536,7 +541,8 @@ pub fn run(
         config.eval.as_ref().ok_or_else(|| LabError::Usage("this configuration has no [eval] section".into()))?;
     let schemes: Vec<Scheme> = eval.schemes.iter().map(|s| s.parse()).collect::<Result<_, headq::Error>>()?;
     let device = parse_device(&config.device)?;
-    let loaded = load(&config.model, &device, &LoadOptions::default())?;
+    let path = hub::locate(Path::new(&config.model), observer)?;
+    let loaded = load(path, &device, &LoadOptions::default())?;
     schemes.iter().try_for_each(|s| s.check(loaded.config().head_dim))?;
     let tokenizer = loaded.tokenizer()?;
     let eval_texts = windows(&eval.text, &tokenizer, &window_options(config, eval))?;

@@ -7,6 +7,7 @@ pub mod diagnose;
 pub mod eval;
 pub mod finetune;
 pub mod inspect;
+pub mod pull;
 pub mod report;
 pub mod run;
 pub mod suite;
@@ -67,13 +68,19 @@ impl Context {
         }
     }
 
+    /// The file or folder of a model, fetched first where it is named and not there yet.
+    pub fn locate(&self, model: &Path) -> Result<PathBuf, LabError> {
+        headq_lab::hub::locate(model, &self.bars)
+    }
+
     /// Loads the texts and the model, saying first what it will take.
     pub fn load(&self, model: &Path, text: &TextArgs) -> Result<(LoadedModel, Vec<Windows>), LabError> {
         let device = parse_device(&self.device_name())?;
         let options = LoadOptions::default();
-        let described = describe(model, &options)?;
+        let model = self.locate(model)?;
+        let described = describe(&model, &options)?;
         // Texts first: they are quick to read, and most mistakes are in them.
-        let tokenizer = headq_models::tokenizer(model, &options)?;
+        let tokenizer = headq_models::tokenizer(&model, &options)?;
         let windows = windows(&text.text, &tokenizer, text)?;
         self.say_memory(&described, text.context, windows.iter().map(|w| w.windows.len()).sum());
         Ok((load(model, &device, &options)?, windows))

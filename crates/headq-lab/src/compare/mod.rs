@@ -288,7 +288,8 @@ pub fn run(
     let section = config.compare.as_ref().ok_or_else(missing)?;
     let asked = section.asked()?;
     let device = parse_device(&config.device)?;
-    let loaded = load(&config.model, &device, &LoadOptions::default())?;
+    let path = crate::hub::locate(Path::new(&config.model), observer)?;
+    let loaded = load(path, &device, &LoadOptions::default())?;
     let tokenizer = loaded.tokenizer()?;
     let own = WindowOptions {
         max_chars: section.max_chars,

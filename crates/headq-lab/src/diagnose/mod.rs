@@ -208,7 +208,8 @@ pub fn diagnose(
     let links = asked_links(asked.links.as_deref()).map_err(LabError::Usage)?;
     let base: BaseScheme = asked.base.parse()?;
     let device = parse_device(&config.device)?;
-    let loaded = load(&config.model, &device, &LoadOptions::default())?;
+    let path = crate::hub::locate(Path::new(&config.model), observer)?;
+    let loaded = load(path, &device, &LoadOptions::default())?;
     let plan = Plan { base, rank: asked.rank, bits: asked.bits, head_dim: loaded.config().head_dim };
     let texts = Texts::load(config, asked, &loaded)?;
     check_distinct(&texts.measured)?;
