@@ -74,7 +74,7 @@ pub enum HubError {
         hint: String,
     },
     /// Any other status.
-    #[error("{url}: the server answered with status {status}; try again later")]
+    #[error("{url}: the server answered with status {status}; check HF_ENDPOINT, or try again later")]
     Status {
         /// What was asked for.
         url: String,

@@ -229,7 +229,13 @@ impl<'a> Client<'a> {
             (404, Some("RevisionNotFound")) => {
                 HubError::NoRevision { repo, revision: self.name.revision.clone(), endpoint }.into()
             }
-            (404, Some("RepoNotFound")) => HubError::NoRepository { repo, endpoint }.into(),
+            (404, Some("EntryNotFound")) => HubError::Status { url: url.into(), status }.into(),
+            // Mirrors may leave the header out, and then either is missing.
+            (404, None) if self.name.revision != "main" => {
+                let repo = format!("{repo}, or its revision '{}'", self.name.revision);
+                HubError::NoRepository { repo, endpoint }.into()
+            }
+            (404, _) => HubError::NoRepository { repo, endpoint }.into(),
             (408 | 429 | 500..=599, _) => Stop::Again(format!("status {status}")),
             _ => HubError::Status { url: url.into(), status }.into(),
         }

@@ -226,8 +226,10 @@ fn no_such_repository() {
 
 #[test]
 fn no_such_revision() {
-    Setup::new()
-        .fails("hf:org/tiny@v9", &["org/tiny: no revision 'v9' at http://127.0.0.1", "a branch, a tag or a commit"]);
+    let setup = Setup::new();
+    setup.server.fault_of_list(404, "", "Not Found");
+    setup.fails("hf:org/tiny@v1", &["org/tiny, or its revision 'v1': no such repository"]);
+    setup.fails("hf:org/tiny@v9", &["org/tiny: no revision 'v9' at http://127.0.0.1", "a branch, a tag or a commit"]);
 }
 
 #[test]
