@@ -80,8 +80,8 @@ pub struct TextArgs {
 ///
 /// Reads the configuration and the headers of the weights, and checks that every tensor is
 /// there with its shape; reads no weights. MODEL is a folder in Hugging Face layout
-/// (config.json and safetensors), a .gguf file, a folder with one, or the name of a model on the
-/// Hugging Face hub, which is fetched on first use (`headq pull --help`).
+/// (config.json and safetensors), a .gguf file, a folder with one, or the name of a model on
+/// the Hugging Face hub, which is fetched on first use (`headq pull --help`).
 ///
 /// Example:
 ///
@@ -105,16 +105,17 @@ pub struct Inspect {
 
 /// Fetch a model from the Hugging Face hub.
 ///
-/// The model is hf:ORG/NAME, the default branch, or hf:ORG/NAME@REV, a branch, a tag or a commit. Only what
-/// is needed comes: config.json, the tokenizer, and model.safetensors or its shards; else the only .gguf
-/// or .onnx file. Where there are several, :FILE says which, as in hf:ORG/NAME:model.Q4_K_M.gguf. Other
-/// commands take the same names as MODEL and fetch a model that is not there yet; this one also brings a
-/// branch up to date, and checks every file, new or there already, by the size and checksum that the hub lists.
+/// The model is hf:ORG/NAME, the default branch, or hf:ORG/NAME@REV, a branch, a tag or a
+/// commit. Only what is needed comes: config.json, the tokenizer, and model.safetensors or its
+/// shards; else the only .gguf or .onnx file. Where there are several, :FILE says which, as in
+/// hf:ORG/NAME:model.Q4_K_M.gguf. Other commands take the same names as MODEL and fetch a model
+/// that is not there yet; this one also brings a branch up to date, and checks every file, new
+/// or there already, by the size and checksum that the hub lists.
 ///
-/// Files go to the cache that other tools share: HF_HUB_CACHE, or hub below HF_HOME (~/.cache/huggingface).
-/// HF_ENDPOINT names another hub. Private and gated models need HF_TOKEN, or the token that `hf auth login`
-/// keeps (HF_TOKEN_PATH). With HF_HUB_OFFLINE=1 only the cache is used. A download that breaks off is
-/// resumed, in the next call too.
+/// Files go to the cache that other tools share: HF_HUB_CACHE, or hub below HF_HOME
+/// (~/.cache/huggingface). HF_ENDPOINT names another hub. Private and gated models need
+/// HF_TOKEN, or the token that `hf auth login` keeps (HF_TOKEN_PATH). With HF_HUB_OFFLINE=1 only
+/// the cache is used. A download that breaks off is resumed, in the next call too.
 ///
 /// Example:
 ///

@@ -140,6 +140,16 @@ pub(crate) enum Checksum {
 }
 
 impl Checksum {
+    /// That of the blob that a file of a commit leads to; `None` where it is no link to one.
+    pub fn of_link(path: &Path) -> Option<Self> {
+        let blob = fs::read_link(path).ok()?;
+        match blob.file_name()?.to_str()? {
+            hex if is_hex(hex, 64) => Some(Self::Sha256(hex.into())),
+            hex if is_hex(hex, 40) => Some(Self::GitSha1(hex.into())),
+            _ => None,
+        }
+    }
+
     /// The name of the blob.
     pub fn hex(&self) -> &str {
         match self {

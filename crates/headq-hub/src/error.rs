@@ -113,18 +113,18 @@ pub enum HubError {
         /// What happened, at last.
         reason: String,
     },
-    /// The server has other bytes than the hub lists.
-    #[error("{file}: expected {expected}, received {found}; nothing of it was kept, pull again")]
+    /// Other bytes than the hub lists, from the server or in the cache.
+    #[error("{file}: expected {expected}, found {found}; pull the model again")]
     Damaged {
         /// Repository and file.
         file: String,
         /// Size or checksum by the hub's list.
         expected: String,
-        /// Size or checksum of what came.
+        /// Size or checksum of what came, or of what is there.
         found: String,
     },
     /// The cache cannot be read or written.
-    #[error("{}: {source}; the cache is there because of HF_HOME or HF_HUB_CACHE, or by default", path.display())]
+    #[error("{}: {source}; free space or permit writing there, or set HF_HUB_CACHE to another folder", path.display())]
     Cache {
         /// The file or folder.
         path: PathBuf,

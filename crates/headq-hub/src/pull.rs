@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 
 use crate::Progress;
-use crate::cache::{FileDigest, Repository, digest, files_in};
+use crate::cache::{Checksum, FileDigest, Repository, digest, files_in};
 use crate::error::HubError;
 use crate::fetch::{Client, Listing};
 use crate::name::HubName;
@@ -75,7 +75,7 @@ impl Hub {
         }
     }
 
-    /// Fetches what a model needs and the cache lacks, and checks all of it. Offline, it lists what is there.
+    /// Fetches what a model needs and the cache lacks, and checks all of it. Offline, it checks what is there.
     ///
     /// Interrupted or broken off, it goes on from the bytes that arrived. A branch or tag stays what it was until all is there.
     ///
@@ -141,7 +141,14 @@ impl Kept {
     fn describe(self, name: &HubName) -> Result<Pulled, HubError> {
         let file = |file: &String| {
             let path = self.folder.join(file);
-            Ok(PulledFile::new(file, digest(&path).map_err(HubError::cache(&path))?))
+            let digest = digest(&path).map_err(HubError::cache(&path))?;
+            if let Some(expected) = Checksum::of_link(&path)
+                && expected.of(&digest) != expected
+            {
+                let (file, found) = (path.display().to_string(), expected.of(&digest).to_string());
+                return Err(HubError::Damaged { file, expected: expected.to_string(), found });
+            }
+            Ok(PulledFile::new(file, digest))
         };
         Ok(Pulled {
             repo: name.repo.clone(),

@@ -252,7 +252,7 @@ fn private_and_gated_repositories() {
 fn a_truncated_file() {
     let setup = Setup::new();
     setup.server.fault(WEIGHTS, usize::MAX, &[Fault::Short(500_000)]);
-    setup.fails(NAME, &["org/tiny: model.safetensors", "expected 700000 bytes", "received 500000 at most"]);
+    setup.fails(NAME, &["org/tiny: model.safetensors", "expected 700000 bytes", "found 500000 at most"]);
     assert!(!setup.part(&weights()).exists() && !setup.blob(&weights()).exists());
     let setup = Setup::new();
     setup.server.fault("config.json", usize::MAX, &[Fault::Short(0)]);
@@ -264,7 +264,7 @@ fn wrong_bytes() {
     let setup = Setup::new();
     setup.server.fault(WEIGHTS, 1, &[Fault::Wrong(123_456)]);
     let expected = format!("expected SHA-256 {}", sha256(&weights()));
-    setup.fails(NAME, &["org/tiny: model.safetensors", &expected, "received SHA-256", "pull again"]);
+    setup.fails(NAME, &["org/tiny: model.safetensors", &expected, "found SHA-256", "pull the model again"]);
     assert!(!setup.part(&weights()).exists() && !setup.blob(&weights()).exists());
     let setup = Setup::new();
     setup.server.fault("tokenizer.json", 1, &[Fault::Wrong(0)]);
@@ -277,7 +277,7 @@ fn a_part_of_something_else_is_not_completed() {
     let setup = Setup::new();
     fs::create_dir_all(setup.part(&weights()).parent().unwrap()).unwrap();
     fs::write(setup.part(&weights()), noise(1000, 9)).unwrap();
-    setup.fails(NAME, &["expected SHA-256", "nothing of it was kept"]);
+    setup.fails(NAME, &["expected SHA-256", "pull the model again"]);
     setup.pull(NAME).unwrap();
     fs::write(setup.part(&weights()), noise(800_000, 9)).unwrap();
     fs::remove_file(setup.blob(&weights())).unwrap();
@@ -289,9 +289,26 @@ fn a_damaged_cache_is_mended() {
     let setup = Setup::new();
     setup.pull(NAME).unwrap();
     fs::write(setup.blob(&weights()), noise(700_000, 9)).unwrap();
+    let offline = Hub::new(Settings { offline: true, ..setup.settings() });
+    one_line(
+        &offline.pull(&NAME.parse().unwrap(), &()).unwrap_err(),
+        &[WEIGHTS, "expected SHA-256", "pull the model again"],
+    );
     let pulled = setup.pull(NAME).unwrap();
     assert_eq!(pulled.bytes_downloaded, 700_000);
     assert_eq!(fs::read(pulled.folder.join(WEIGHTS)).unwrap(), weights());
+}
+
+#[test]
+fn two_at_once_fetch_once() {
+    let setup = Setup::new();
+    let settings = setup.settings();
+    let pull = || Hub::new(settings.clone()).pull(&NAME.parse().unwrap(), &()).unwrap();
+    let (one, other) = std::thread::scope(|scope| {
+        let other = scope.spawn(pull);
+        (pull(), other.join().unwrap())
+    });
+    assert_eq!((&one.files, one.bytes_downloaded + other.bytes_downloaded), (&other.files, total()));
 }
 
 #[test]
