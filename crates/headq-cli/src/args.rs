@@ -57,6 +57,7 @@ pub enum Command {
     Diagnose(Diagnose),
     Finetune(Finetune),
     Report(Report),
+    Pull(Pull),
     Run(Run),
     Suite(Suite),
     Devices(Devices),
@@ -87,7 +88,8 @@ pub struct TextArgs {
 ///
 /// Reads the configuration and the headers of the weights, and checks that every tensor is
 /// there with its shape; reads no weights. MODEL is a folder in Hugging Face layout
-/// (config.json and safetensors), a .gguf file, or a folder with one.
+/// (config.json and safetensors), a .gguf file, a folder with one, or the name of a model on
+/// the Hugging Face hub, which is fetched on first use (`headq pull --help`).
 ///
 /// Example:
 ///
@@ -96,7 +98,7 @@ pub struct TextArgs {
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct Inspect {
-    /// Model folder or .gguf file.
+    /// Model folder, .gguf file, or hf:ORG/NAME[@REV][:FILE].
     pub model: PathBuf,
     /// Scheme to account for; repeat for several. A few common ones by default.
     #[arg(long, value_name = "S")]
@@ -107,6 +109,30 @@ pub struct Inspect {
     /// Also hash the weights and print the fingerprint that artifacts carry.
     #[arg(long)]
     pub fingerprint: bool,
+}
+
+/// Fetch a model from the Hugging Face hub.
+///
+/// The model is hf:ORG/NAME, the default branch, or hf:ORG/NAME@REV, a branch, a tag or a
+/// commit. Only what is needed comes: config.json, the tokenizer, and model.safetensors or its
+/// shards; else the only .gguf or .onnx file. Where there are several, :FILE says which, as in
+/// hf:ORG/NAME:model.Q4_K_M.gguf. Other commands take the same names as MODEL and fetch a model
+/// that is not there yet; this one also brings a branch up to date, and checks every file, new
+/// or there already, by the size and checksum that the hub lists.
+///
+/// Files go to the cache that other tools share: HF_HUB_CACHE, or hub below HF_HOME
+/// (~/.cache/huggingface). HF_ENDPOINT names another hub. Private and gated models need
+/// HF_TOKEN, or the token that `hf auth login` keeps (HF_TOKEN_PATH). With HF_HUB_OFFLINE=1 only
+/// the cache is used. A download that breaks off is resumed, in the next call too.
+///
+/// Example:
+///
+///   headq pull hf:HuggingFaceTB/SmolLM2-135M
+#[derive(Debug, Args)]
+#[command(verbatim_doc_comment)]
+pub struct Pull {
+    /// hf:ORG/NAME[@REV][:FILE].
+    pub model: String,
 }
 
 /// Accumulate the statistics that bases are derived from.
@@ -124,7 +150,7 @@ pub struct Inspect {
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct Calibrate {
-    /// Model folder or .gguf file.
+    /// Model folder, .gguf file, or hf:ORG/NAME[@REV][:FILE].
     pub model: PathBuf,
     #[command(flatten)]
     pub text: TextArgs,
@@ -200,7 +226,7 @@ pub struct Basis {
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct Eval {
-    /// Model folder or .gguf file.
+    /// Model folder, .gguf file, or hf:ORG/NAME[@REV][:FILE].
     pub model: PathBuf,
     #[command(flatten)]
     pub text: TextArgs,
@@ -252,7 +278,7 @@ pub struct Eval {
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct Compare {
-    /// Model folder or .gguf file.
+    /// Model folder, .gguf file, or hf:ORG/NAME[@REV][:FILE].
     pub model: PathBuf,
     #[command(flatten)]
     pub text: TextArgs,
@@ -305,7 +331,7 @@ pub struct Compare {
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct Diagnose {
-    /// Model folder or .gguf file.
+    /// Model folder, .gguf file, or hf:ORG/NAME[@REV][:FILE].
     pub model: PathBuf,
     /// Text to measure on, UTF-8; repeat for several; each gives its own windows.
     #[arg(long, required = true, value_name = "FILE")]
@@ -374,7 +400,7 @@ pub struct Diagnose {
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct Finetune {
-    /// Model folder or .gguf file.
+    /// Model folder, .gguf file, or hf:ORG/NAME[@REV][:FILE].
     pub model: PathBuf,
     #[command(flatten)]
     pub text: TextArgs,

@@ -29,6 +29,7 @@ fn main() -> ExitCode {
         Command::Diagnose(args) => commands::diagnose::run(&context, args),
         Command::Finetune(args) => commands::finetune::run(&context, args),
         Command::Report(args) => commands::report::run(&context, args),
+        Command::Pull(args) => commands::pull::run(&context, args),
         Command::Run(args) => commands::run::run(&context, args),
         Command::Devices(args) => commands::devices::run(&context, args),
         Command::Serve(args) => commands::serve::run(&context, args),

@@ -5,7 +5,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use headq_lab::Observer;
-use indicatif::{ProgressBar, ProgressStyle};
+use headq_lab::hub::BYTES;
+use indicatif::{DecimalBytes, ProgressBar, ProgressStyle};
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 
@@ -73,12 +74,11 @@ impl Observer for Bars {
 
     /// What is said of such work stands behind the bar, which takes what is left of the line.
     fn begin_units(&self, what: &str, total: usize, unit: &str) {
-        self.show(
-            &format!("{{msg}} [{{wide_bar}}] {{pos}}/{{len}} {unit}  {{eta}} left  {{prefix}}"),
-            what,
-            total,
-            unit,
-        );
+        let counts = match unit {
+            BYTES => "{decimal_bytes}/{decimal_total_bytes}  {decimal_bytes_per_sec}".into(),
+            unit => format!("{{pos}}/{{len}} {unit}"),
+        };
+        self.show(&format!("{{msg}} [{{wide_bar}}] {counts}  {{eta}} left  {{prefix}}"), what, total, unit);
     }
 
     fn say(&self, text: &str) {
@@ -90,9 +90,13 @@ impl Observer for Bars {
     }
 
     fn step(&self) {
+        self.steps(1);
+    }
+
+    fn steps(&self, count: usize) {
         self.with(|slot| {
             if let Some((bar, _)) = slot {
-                bar.inc(1);
+                bar.inc(count as u64);
             }
         });
     }
@@ -102,7 +106,11 @@ impl Observer for Bars {
             if let Some((bar, unit)) = slot.take() {
                 let (what, count, time) = (bar.message(), bar.position(), bar.elapsed());
                 bar.finish_and_clear();
-                say(&format!("{what}: {count} {unit} in {:.1} s", time.as_secs_f64()));
+                let amount = match unit.as_str() {
+                    BYTES => DecimalBytes(count).to_string(),
+                    unit => format!("{count} {unit}"),
+                };
+                say(&format!("{what}: {amount} in {:.1} s", time.as_secs_f64()));
             }
         });
     }

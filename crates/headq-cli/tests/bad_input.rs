@@ -67,8 +67,26 @@ fn misused(world: &World, args: &[&str], needles: &[&str]) {
 /// All commands that load a model fail in the same way, an existing output is kept, and so is a run's configuration.
 #[track_caller]
 fn model_fails(world: &World, needles: &[&str]) {
-    fails(world, &["inspect", "model"], needles);
+    assert_eq!(fails(world, &["inspect", "model"], needles), Some(1));
     loading_fails(world, needles);
+}
+
+/// Fails with status 1 in one GiB of address space: no file makes the program allocate what it claims.
+#[track_caller]
+fn inspect_fails(world: &World, model: &str, needles: &[&str]) {
+    let limit = if cfg!(target_os = "linux") { "ulimit -v 1048576; " } else { "" };
+    let output = std::process::Command::new("sh")
+        .current_dir(world.path(""))
+        .args(["-c", &format!("{limit}exec \"$0\" \"$@\""), env!("CARGO_BIN_EXE_headq")])
+        .args(["inspect", model, "--quiet", "--threads", "1"])
+        .output()
+        .unwrap();
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(error.starts_with("error: ") && error.lines().count() == 1 && output.stdout.is_empty(), "{error}");
+    for needle in needles {
+        assert!(error.contains(needle), "{needle:?} is not in: {error}");
+    }
 }
 
 #[track_caller]
@@ -192,6 +210,165 @@ fn truncated_weights() {
     for length in [0, 7, 100, bytes.len() / 2, bytes.len() - 1] {
         world.write("model/model.safetensors", &bytes[..length]);
         model_fails(&world, &["model.safetensors", "damaged or incomplete"]);
+    }
+}
+
+/// A file's header as text, and the data after it.
+fn header_and_data(bytes: &[u8]) -> (String, &[u8]) {
+    let end = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    (String::from_utf8(bytes[8..end].to_vec()).unwrap(), &bytes[end..])
+}
+
+#[test]
+fn safetensors_headers_that_lie() {
+    let world = World::new(GQA);
+    let bytes = world.read("model/model.safetensors");
+    let (header, data) = header_and_data(&bytes);
+    let name = "model.norm.weight";
+    let entries: Value = serde_json::from_str(&header).unwrap();
+    let start = entries[name]["data_offsets"][0].as_u64().unwrap();
+    let edited = |edit: &dyn Fn(&mut Value)| {
+        let mut entries = entries.clone();
+        edit(&mut entries);
+        entries.to_string()
+    };
+    let range = |from: u64, to: u64| edited(&|e| e[name]["data_offsets"] = json!([start + from, start + to]));
+    for (header, needles) in [
+        (format!("{{\"{name}\":{},{}", entries[name], &header[1..]), ["tensor `model.norm.weight` is there twice", ""]),
+        (range(0, 508), ["tensor `model.norm.weight`", "takes 512 bytes, found 508"]),
+        (range(4, 516), ["invalid offset for tensor", ""]),
+        (range(512, 0), ["invalid offset for tensor", ""]),
+        (range(1 << 60, (1 << 60) + 512), ["invalid offset for tensor", ""]),
+        (edited(&|e| e[name]["shape"] = json!([1u64 << 40, 1u64 << 40])), ["overflow", ""]),
+        (
+            edited(&|e| drop(e.as_object_mut().unwrap().shift_remove("model.layers.0.input_layernorm.weight"))),
+            ["invalid offset for tensor", "damaged or incomplete"],
+        ),
+        ("not JSON".into(), ["invalid JSON", "model/model.safetensors"]),
+    ] {
+        world
+            .write("model/model.safetensors", [&(header.len() as u64).to_le_bytes(), header.as_bytes(), data].concat());
+        inspect_fails(&world, "model", &needles);
+    }
+    for length in [200_000_000u64, 1 << 60, u64::MAX] {
+        world.write("model/model.safetensors", [&length.to_le_bytes(), &bytes[8..]].concat());
+        inspect_fails(&world, "model", &["header too large", &length.to_string(), "100000000"]);
+    }
+    std::fs::File::options()
+        .write(true)
+        .open(world.path("model/model.safetensors"))
+        .unwrap()
+        .set_len(200_000_008)
+        .unwrap();
+    inspect_fails(&world, "model", &["header too large"]);
+}
+
+#[test]
+fn tensor_in_two_shards() {
+    let world = World::new(GQA);
+    world.write("model/a.safetensors", world.read("model/model.safetensors"));
+    std::fs::rename(world.path("model/model.safetensors"), world.path("model/b.safetensors")).unwrap();
+    let map = json!({"weight_map": {"model.norm.weight": "a.safetensors", "lm_head.weight": "b.safetensors"}});
+    world.write("model/model.safetensors.index.json", map.to_string());
+    model_fails(&world, &["b.safetensors", "is also in another shard"]);
+}
+
+#[test]
+fn shard_without_its_tensor() {
+    let world = World::new(GQA);
+    std::fs::rename(world.path("model/model.safetensors"), world.path("model/a.safetensors")).unwrap();
+    let map = json!({"weight_map": {"model.norm.weight": "a.safetensors", "extra.weight": "a.safetensors"}});
+    world.write("model/model.safetensors.index.json", map.to_string());
+    model_fails(&world, &["tensor `extra.weight` is not in shard a.safetensors"]);
+}
+
+#[test]
+#[cfg(unix)]
+fn weights_that_are_not_a_file() {
+    use std::os::unix::fs::symlink;
+    let world = World::new(GQA);
+    let path = world.path("model/model.safetensors");
+    std::fs::remove_file(&path).unwrap();
+    std::fs::create_dir(&path).unwrap();
+    model_fails(&world, &["model/model.safetensors", "found a folder"]);
+    std::fs::remove_dir(&path).unwrap();
+    symlink("model.safetensors", &path).unwrap();
+    inspect_fails(&world, "model", &["model/model.safetensors", "Too many levels of symbolic links"]);
+    symlink("circle", world.path("circle")).unwrap();
+    inspect_fails(&world, "circle", &["circle", "Too many levels of symbolic links"]);
+}
+
+#[test]
+fn absurd_sizes() {
+    let world = World::new(GQA);
+    let whole = world.read("model/config.json");
+    for (key, value) in [
+        ("num_hidden_layers", json!(1_000_000_000)),
+        ("num_hidden_layers", json!(16_777_216)),
+        ("num_attention_heads", json!(0)),
+        ("num_attention_heads", json!(7)),
+        ("num_key_value_heads", json!(0)),
+        ("head_dim", json!(1_000_000_000)),
+        ("vocab_size", json!(u64::MAX)),
+        ("hidden_size", json!(-1)),
+    ] {
+        world.write("model/config.json", &whole);
+        world.config(|c| {
+            c.remove("head_dim");
+            c.insert(key.into(), value.clone());
+        });
+        inspect_fails(&world, "model", &["model/config.json", key, &value.to_string()]);
+    }
+    world.write("model/config.json", &whole);
+    for key in ["vocab_size", "intermediate_size", "hidden_size"] {
+        world.config(|c| drop(c.insert(key.into(), (1 << 24).into())));
+    }
+    inspect_fails(&world, "model", &["16777216"]);
+}
+
+/// The beginning of a GGUF file: version, number of tensors, number of entries of the metadata, and what follows.
+fn gguf(version: u32, tensors: u64, entries: u64, rest: &[u8]) -> Vec<u8> {
+    [&b"GGUF"[..], &version.to_le_bytes(), &tensors.to_le_bytes(), &entries.to_le_bytes(), rest].concat()
+}
+
+fn gguf_string(text: &str) -> Vec<u8> {
+    [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
+}
+
+#[test]
+fn gguf_files_that_are_none() {
+    let world = World::new(GQA);
+    let architecture =
+        |name: &str| [gguf_string("general.architecture"), 8u32.to_le_bytes().to_vec(), gguf_string(name)].concat();
+    let tensor = |name: &str, offset: u64| {
+        let shape = [1u32.to_le_bytes().to_vec(), 64u64.to_le_bytes().to_vec()].concat();
+        [gguf_string(name), shape, 0u32.to_le_bytes().to_vec(), offset.to_le_bytes().to_vec()].concat()
+    };
+    let space = vec![0; 4096];
+    for (content, needles) in [
+        (Vec::new(), ["the file ends at 0", "damaged or incomplete"]),
+        (b"GGUF\x03".to_vec(), ["the file ends at 5", "damaged or incomplete"]),
+        (b"PK\x03\x04 and more".to_vec(), ["does not begin with the letters GGUF", ""]),
+        (gguf(99, 0, 0, &space), ["GGUF version 99 is not supported", "versions 2 and 3"]),
+        (gguf(3, 1 << 60, 0, &space), ["1152921504606846976 entries", "more than the file can hold"]),
+        (gguf(3, 0, 1 << 60, &space), ["1152921504606846976 entries", "more than the file can hold"]),
+        (
+            gguf(3, 0, 1, &[&(1u64 << 60).to_le_bytes()[..], &space].concat()),
+            ["1152921504606846976 entries", "more than the file can hold"],
+        ),
+        (gguf(3, 0, 1, &architecture("mamba")), ["unknown architecture \"mamba\"", "llama"]),
+        (gguf(3, 2, 0, &[tensor("a", 0), tensor("b", 32), space.clone()].concat()), ["`a` and `b` overlap", "damaged"]),
+        (
+            gguf(3, 2, 0, &[tensor("a", 0), tensor("a", 256), space.clone()].concat()),
+            ["`a` is stored twice", "damaged"],
+        ),
+        (
+            gguf(3, 1, 0, &[tensor("a", 1 << 60), space.clone()].concat()),
+            ["tensor `a` needs 256 bytes", "the file ends at"],
+        ),
+    ] {
+        world.write("model.gguf", content);
+        inspect_fails(&world, "model.gguf", &[&["model.gguf"], &needles[..]].concat());
     }
 }
 

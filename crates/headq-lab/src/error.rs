@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use headq_hub::HubError;
 use headq_models::ModelError;
 
 /// What can go wrong in an experiment.
@@ -11,6 +12,9 @@ pub enum LabError {
     /// The model.
     #[error(transparent)]
     Model(#[from] ModelError),
+    /// A model of the hub.
+    #[error(transparent)]
+    Hub(HubError),
     /// A scheme or basis.
     #[error(transparent)]
     Method(#[from] headq::Error),
@@ -85,6 +89,16 @@ pub enum LabError {
     /// Interrupted from outside.
     #[error("interrupted; nothing half-written is left behind")]
     Interrupted,
+}
+
+impl From<HubError> for LabError {
+    fn from(error: HubError) -> Self {
+        match error {
+            HubError::Interrupted => Self::Interrupted,
+            HubError::Name { .. } => Self::Usage(error.to_string()),
+            other => Self::Hub(other),
+        }
+    }
 }
 
 impl LabError {

@@ -15,6 +15,10 @@ pub trait Observer: Sync {
     }
     /// One step is done.
     fn step(&self);
+    /// So many steps are done.
+    fn steps(&self, count: usize) {
+        (0..count).for_each(|_| self.step());
+    }
     /// The work is done.
     fn end(&self);
     /// Whether to stop at the next opportunity.
@@ -28,6 +32,7 @@ pub struct Silent;
 impl Observer for Silent {
     fn begin(&self, _: &str, _: usize) {}
     fn step(&self) {}
+    fn steps(&self, _: usize) {}
     fn end(&self) {}
     fn cancelled(&self) -> bool {
         false

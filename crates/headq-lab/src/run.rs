@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use headq::device::{DeviceName, Precision};
 use headq::scheme::{BaseScheme, Family, Scheme};
+use headq_hub::HubName;
 use headq_models::{Fingerprint, LoadOptions, LoadedModel, ModelError, Tokenizer, load};
 use serde::{Deserialize, Serialize};
 
@@ -18,7 +19,7 @@ use crate::compare::candidates::Asked;
 use crate::diagnose::thresholds::Thresholds;
 use crate::evaluate::{Evaluation, PartStore, PlannedScheme, Request, Sources};
 use crate::text::{WindowOptions, Windows, load_windows};
-use crate::{LabError, Observer, calibrate, finetune};
+use crate::{LabError, Observer, calibrate, finetune, hub};
 
 /// A run's configuration, as TOML. Paths are relative to the file. `${NAME}` stands for an environment variable; a path that begins
 /// with one is relative to the folder that the program is started in.
@@ -27,7 +28,7 @@ use crate::{LabError, Observer, calibrate, finetune};
 pub struct RunConfig {
     /// Name of the run, and of its folder under `runs/`.
     pub name: String,
-    /// Model: a folder or a file.
+    /// Model: a folder, a file, or `hf:ORG/NAME[@REV][:FILE]`.
     pub model: String,
     /// Device.
     #[serde(default = "default_device")]
@@ -206,10 +207,11 @@ impl OneOrMany {
 
 impl RunConfig {
     /// The model on its device, and what reports call that device.
-    pub(crate) fn load_model(&self) -> Result<(LoadedModel, String), LabError> {
+    pub(crate) fn load_model(&self, observer: &dyn Observer) -> Result<(LoadedModel, String), LabError> {
         let name: DeviceName = self.device.parse()?;
         let device = name.open()?;
-        let loaded = load(&self.model, &device, &LoadOptions { precision: self.dtype, ..Default::default() })?;
+        let path = hub::locate(Path::new(&self.model), observer)?;
+        let loaded = load(path, &device, &LoadOptions { precision: self.dtype, ..Default::default() })?;
         Ok((loaded, name.label(&device, self.dtype)))
     }
 }
@@ -250,7 +252,11 @@ impl RunConfig {
             *value = shortest(path).to_string_lossy().into_owned();
             Ok(())
         };
-        resolve(&mut config.model)?;
+        if hub::is_name(&config.model) {
+            config.model.parse::<HubName>().map_err(|e| fail(e.to_string()))?;
+        } else {
+            resolve(&mut config.model)?;
+        }
         let texts = [
             config.eval.as_mut().map(|c| &mut c.text),
             config.diagnose.as_mut().map(|c| &mut c.text),
@@ -571,7 +577,7 @@ pub fn run(
     let eval =
         config.eval.as_ref().ok_or_else(|| LabError::Usage("this configuration has no [eval] section".into()))?;
     let schemes: Vec<Scheme> = eval.schemes.iter().map(|s| s.parse()).collect::<Result<_, headq::Error>>()?;
-    let (loaded, device) = config.load_model()?;
+    let (loaded, device) = config.load_model(observer)?;
     schemes.iter().try_for_each(|s| s.check(loaded.config().head_dim))?;
     if config.finetune.is_some() && !schemes.iter().any(is_learned) {
         let reason = "[finetune] trains bases of the family learned, and eval.schemes has no scheme of that family";

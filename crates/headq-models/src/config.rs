@@ -9,6 +9,9 @@ use crate::error::ModelError;
 /// Sizes above this are typing errors or attacks, and would overflow products of sizes.
 const MAX_SIZE: usize = 1 << 24;
 
+/// What is kept for each layer must not fill the memory before the weights are looked at. The deepest networks have a thousand.
+const MAX_LAYERS: usize = 1 << 14;
+
 /// Normalisation of the residual stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub enum NormKind {
@@ -298,7 +301,7 @@ pub(crate) fn gated_decoder(
     defaults: &Defaults,
 ) -> Result<ModelConfig, ModelError> {
     let hidden_size = f.size("hidden_size")?;
-    let num_layers = f.size("num_hidden_layers")?;
+    let num_layers = f.layers("num_hidden_layers")?;
     let num_heads = f.size("num_attention_heads")?;
     let kv_default =
         if f.object.contains_key("num_key_value_heads") { num_heads } else { defaults.kv_heads.unwrap_or(num_heads) };
@@ -409,8 +412,17 @@ impl<'a> Fields<'a> {
     }
 
     pub fn optional_size(&self, key: &str) -> Result<Option<usize>, ModelError> {
-        let read = |v: &Value| v.as_u64().map(|n| n as usize).filter(|n| (1..=MAX_SIZE).contains(n));
-        self.typed(key, &format!("a whole number from 1 to {MAX_SIZE}"), read)
+        self.bounded(key, MAX_SIZE)
+    }
+
+    /// The number of layers.
+    pub fn layers(&self, key: &str) -> Result<usize, ModelError> {
+        self.bounded(key, MAX_LAYERS)?.ok_or_else(|| self.wrong(key, "a whole number", "nothing"))
+    }
+
+    fn bounded(&self, key: &str, most: usize) -> Result<Option<usize>, ModelError> {
+        let read = |v: &Value| v.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|n| (1..=most).contains(n));
+        self.typed(key, &format!("a whole number from 1 to {most}"), read)
     }
 
     pub fn number(&self, key: &str) -> Result<Option<f64>, ModelError> {

@@ -8,7 +8,7 @@ use headq::device::Precision;
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
     /// The path given as a model does not exist.
-    #[error("{}: no such file or folder; a model is a folder with config.json and *.safetensors, or a .gguf file", .0.display())]
+    #[error("{}: no such file or folder; a model is a folder with config.json and *.safetensors, a .gguf file, or hf:ORG/NAME on the hub", .0.display())]
     NotFound(PathBuf),
     /// A file could not be read or written.
     #[error("{}: {source}", path.display())]

@@ -1,5 +1,6 @@
 //! From a path to a model.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use burn::tensor::Device;
@@ -215,8 +216,16 @@ enum Location {
 fn locate(path: &Path, options: &LoadOptions) -> Result<Location, ModelError> {
     let not_a_model = |reason: String| ModelError::NotAModel { path: path.to_owned(), reason };
     let is_gguf = |p: &Path| p.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf"));
-    if !path.exists() {
-        return Err(ModelError::NotFound(path.to_owned()));
+    match std::fs::metadata(path) {
+        Ok(_) => {}
+        Err(e) if e.kind() == ErrorKind::NotFound && path.is_symlink() => {
+            return Err(not_a_model("a link that leads nowhere".into()));
+        }
+        Err(e) if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
+            return Err(ModelError::NotFound(path.to_owned()));
+        }
+        // No permission, links in a circle.
+        Err(e) => return Err(ModelError::io(path)(e)),
     }
     if path.is_file() {
         return match is_gguf(path) {
@@ -224,7 +233,8 @@ fn locate(path: &Path, options: &LoadOptions) -> Result<Location, ModelError> {
             false => Err(not_a_model("not a .gguf file; for safetensors give the folder that has config.json".into())),
         };
     }
-    if path.join(&options.config_file).is_file() {
+    let config = path.join(&options.config_file);
+    if config.is_file() || config.is_symlink() {
         return Ok(Location::Folder);
     }
     let entries = std::fs::read_dir(path).map_err(ModelError::io(path))?;

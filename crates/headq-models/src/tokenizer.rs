@@ -39,8 +39,7 @@ impl Tokenizer {
         let path = folder.join("tokenizer.json");
         let file = path.display().to_string();
         if !path.is_file() {
-            let reason =
-                "no such file; write it with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)";
+            let reason = "no such file; fetch it (`headq pull` for a model of the hub), or write it with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)";
             return Err(ModelError::tokenizer(file, reason));
         }
         let bytes = std::fs::read(&path).map_err(ModelError::io(&path))?;

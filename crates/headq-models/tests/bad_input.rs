@@ -225,11 +225,16 @@ fn truncated_safetensors() {
 
 /// Replaces the header, keeping the data.
 fn with_header(edit: impl FnOnce(&mut Value)) -> Copy {
+    with_header_text(|mut header| {
+        edit(&mut header);
+        header.to_string()
+    })
+}
+
+fn with_header_text(edit: impl FnOnce(Value) -> String) -> Copy {
     Copy::of("llama-tied").bytes(|bytes| {
         let size = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
-        let mut header: Value = serde_json::from_slice(&bytes[8..size]).unwrap();
-        edit(&mut header);
-        let text = header.to_string();
+        let text = edit(serde_json::from_slice(&bytes[8..size]).unwrap());
         let data = bytes.split_off(size);
         *bytes = [&(text.len() as u64).to_le_bytes(), text.as_bytes(), &data].concat();
     })
@@ -243,6 +248,117 @@ fn safetensors_header_that_lies() {
     fails(with_header(|h| h["model.norm.weight"]["shape"] = json!([1u64 << 62, 1u64 << 62])).path(), &needles);
     fails(with_header(|h| h["model.norm.weight"]["dtype"] = json!("F99")).path(), &needles);
     fails(with_header(|h| drop(h.as_object_mut().unwrap().shift_remove("model.norm.weight"))).path(), &needles);
+}
+
+#[test]
+fn safetensors_ranges_that_lie() {
+    let name = "model.norm.weight";
+    let start_of = |h: &Value| h[name]["data_offsets"][0].as_u64().unwrap();
+    // 128 numbers of 4 bytes.
+    let range =
+        |from: u64, to: u64| with_header(|h| h[name]["data_offsets"] = json!([start_of(h) + from, start_of(h) + to]));
+    fails(range(0, 508).path(), &["model.safetensors", name, "type F32 and shape [128] takes 512 bytes, found 508"]);
+    for (from, to) in [(4, 512), (512, 0), (1 << 40, (1 << 40) + 512)] {
+        fails(range(from, to).path(), &["model.safetensors", "invalid offset for tensor", "damaged or incomplete"]);
+    }
+    fails(with_header(|h| h[name]["shape"] = json!([127])).path(), &[name, "shape [127] takes 508 bytes, found 512"]);
+    fails(with_header(|h| h[name]["data_offsets"] = json!([-4, 508])).path(), &["invalid JSON in header"]);
+    let longer = Copy::of("llama-tied").bytes(|bytes| bytes.extend([0; 4]));
+    fails(longer.path(), &["file not fully covered"]);
+}
+
+#[test]
+fn safetensors_header_that_is_not_json() {
+    for text in ["", "{", "[]", "{\"model.norm.weight\": 3}", "\u{feff}{}"] {
+        fails(with_header_text(|_| text.into()).path(), &["bad safetensors header", "invalid JSON in header"]);
+    }
+    let copy = Copy::of("llama-tied").bytes(|bytes| bytes[8..12].fill(0xff));
+    fails(copy.path(), &["bad safetensors header", "invalid UTF-8"]);
+}
+
+/// JSON has no opinion on repeated keys, and its parsers keep the last one.
+#[test]
+fn a_tensor_twice_in_one_header() {
+    let name = "model.norm.weight";
+    let copy = with_header_text(|h| format!("{{\"{name}\":{},{}", h[name], &h.to_string()[1..]));
+    fails(copy.path(), &["model.safetensors", "tensor `model.norm.weight` is there twice"]);
+}
+
+#[test]
+fn safetensors_header_that_really_is_too_long() {
+    let copy = Copy::of("llama-tied").bytes(|bytes| bytes[..8].copy_from_slice(&120_000_000u64.to_le_bytes()));
+    let file = std::fs::File::options().write(true).open(copy.file("model.safetensors")).unwrap();
+    file.set_len(120_000_100).unwrap();
+    fails(copy.path(), &["header too large: 120000000 bytes, and the format allows 100000000"]);
+}
+
+#[test]
+fn things_that_are_not_files() {
+    let copy = Copy::of("llama-tied");
+    std::fs::remove_file(copy.file("model.safetensors")).unwrap();
+    std::fs::create_dir(copy.file("model.safetensors")).unwrap();
+    fails(copy.path(), &["model.safetensors: expected a file, found a folder"]);
+    let copy = Copy::of("llama-tied").sharded(2);
+    std::fs::remove_file(copy.file("model-00001-of-00002.safetensors")).unwrap();
+    std::fs::create_dir(copy.file("model-00001-of-00002.safetensors")).unwrap();
+    fails(copy.path(), &["model-00001-of-00002.safetensors", "missing from the folder"]);
+}
+
+#[test]
+#[cfg(unix)]
+fn links_that_lead_nowhere() {
+    use std::os::unix::fs::symlink;
+    let linked = |file: &str, target: &str| {
+        let copy = Copy::of("llama-tied");
+        std::fs::remove_file(copy.file(file)).unwrap();
+        symlink(target, copy.file(file)).unwrap();
+        copy
+    };
+    fails(
+        linked("model.safetensors", "model.safetensors").path(),
+        &["model.safetensors: Too many levels of symbolic links"],
+    );
+    fails(linked("model.safetensors", "nowhere").path(), &["model.safetensors: No such file"]);
+    fails(
+        linked("model.safetensors", "/dev/null").path(),
+        &["model.safetensors: expected a file, found a device or a pipe"],
+    );
+    fails(linked("config.json", "config.json").path(), &["config.json: Too many levels of symbolic links"]);
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["circle", "circle.gguf"] {
+        symlink(name, dir.path().join(name)).unwrap();
+        fails(&dir.path().join(name), &[name, "Too many levels of symbolic links"]);
+    }
+    symlink("nowhere", dir.path().join("link")).unwrap();
+    fails(&dir.path().join("link"), &["link: a link that leads nowhere"]);
+}
+
+#[test]
+fn index_that_is_not_one() {
+    let copy = Copy::of("llama-tied").sharded(2);
+    for content in ["", "[]", "{\"weight_map\": {\"x\": 3}}", "{\"weight_map\": []}"] {
+        std::fs::write(copy.file("model.safetensors.index.json"), content).unwrap();
+        fails(copy.path(), &["model.safetensors.index.json", "not a safetensors index"]);
+    }
+}
+
+/// More layers than the file has are an error before they are an allocation.
+#[test]
+fn absurd_numbers_of_layers_and_heads() {
+    for layers in [1u64 << 24, 1_000_000_000, u64::MAX] {
+        config_fails("llama-tied", json!({"num_hidden_layers": layers}), &["`num_hidden_layers`", "1 to 16384"]);
+        config_fails("gpt2", json!({"n_layer": layers}), &["`n_layer`", "1 to 16384"]);
+        config_fails("pythia", json!({"num_hidden_layers": layers}), &["`num_hidden_layers`", "1 to 16384"]);
+    }
+    config_fails("llama-tied", json!({"num_hidden_layers": 16384}), &["model.layers.", "missing"]);
+    for heads in [json!(0), json!(1u64 << 40)] {
+        config_fails("llama-tied", json!({"num_attention_heads": heads}), &["`num_attention_heads`", "from 1 to"]);
+        config_fails("llama-tied", json!({"num_key_value_heads": heads}), &["`num_key_value_heads`", "from 1 to"]);
+        config_fails("llama-tied", json!({"head_dim": heads}), &["`head_dim`", "from 1 to"]);
+        config_fails("gpt2", json!({"n_head": heads}), &["`n_head`", "from 1 to"]);
+    }
+    let wide = json!({"hidden_size": 1 << 24, "vocab_size": 1 << 24, "intermediate_size": 1 << 24, "head_dim": 16});
+    config_fails("llama-tied", wide, &["model.embed_tokens.weight", "[16777216, 16777216]", "[512, 128]"]);
 }
 
 #[test]

@@ -267,6 +267,51 @@ fn absurd_counts() {
     }
 }
 
+#[test]
+fn empty_file() {
+    let (_dir, path) = edited(Vec::clear);
+    fails_at(&path, &["model.gguf", "the file ends at 0", "damaged or incomplete"]);
+}
+
+#[test]
+fn strings_and_lists_of_absurd_length() {
+    // After the first key: the type of its value (4 bytes), then the length of the string.
+    let (_dir, path) = edited(|bytes| {
+        let at = after(bytes, "general.architecture") + 4;
+        bytes[at..at + 8].copy_from_slice(&(1u64 << 60).to_le_bytes());
+    });
+    fails_at(&path, &["announces 1152921504606846976 entries, more than the file can hold"]);
+    let mut gguf = GgufCopy::llama("llama-tied");
+    gguf.set("llama.list", list([Meta::U8(7)]));
+    let dir = tempfile::tempdir().unwrap();
+    let path = gguf.write(dir.path());
+    let mut bytes = std::fs::read(&path).unwrap();
+    // After the key: the type of its value, the type of the items, then their number.
+    let at = after(&bytes, "llama.list") + 8;
+    for (items, needle) in [(1u64 << 60, "more than the file can hold"), (30_000_000, "more than any vocabulary")] {
+        bytes[at..at + 8].copy_from_slice(&items.to_le_bytes());
+        std::fs::write(&path, &bytes).unwrap();
+        std::fs::File::options().write(true).open(&path).unwrap().set_len(40_000_000).unwrap();
+        fails_at(&path, &["model.gguf", needle]);
+    }
+}
+
+#[test]
+fn keys_and_tensors_that_are_there_twice() {
+    let mut gguf = GgufCopy::llama("llama-tied");
+    gguf.metadata.push(("llama.block_count".into(), Meta::U32(3)));
+    fails(&gguf, &["model.gguf", "the metadata has `llama.block_count` twice"]);
+    let (_dir, path) = edited(|bytes| {
+        let at = after(bytes, "blk.1.ffn_up.weight");
+        bytes[at - "1.ffn_up.weight".len()] = b'0';
+    });
+    fails_at(&path, &["tensor `blk.0.ffn_up.weight` is stored twice"]);
+    let mut gguf = GgufCopy::llama("llama-tied");
+    let norm = gguf.tensors["output_norm.weight"].clone();
+    gguf.tensors.insert("model.norm.weight".into(), norm);
+    fails(&gguf, &["tensor `model.norm.weight` is stored twice"]);
+}
+
 /// Wherever a file ends, and whichever header byte is wrong, the answer is an error or a model, not a panic.
 #[test]
 fn truncated_and_corrupted_files() {

@@ -26,7 +26,8 @@ const MOST_TOKENS: usize = 1 << 24;
 
 pub fn run(context: &Context, args: &Inspect) -> Result<(), LabError> {
     let options = LoadOptions::default();
-    let described = describe(&args.model, &options)?;
+    let path = context.locate(&args.model)?;
+    let described = describe(&path, &options)?;
     let config = &described.config;
     let shape = head_shape(config);
     if !(1..=MOST_TOKENS).contains(&args.context) {
@@ -45,7 +46,7 @@ pub fn run(context: &Context, args: &Inspect) -> Result<(), LabError> {
         scheme.check(config.head_dim)?;
         budgets.push((text.clone(), Budget::at(&scheme, &shape, args.context)));
     }
-    let identity = args.fingerprint.then(|| fingerprint(&args.model, &options)).transpose()?;
+    let identity = args.fingerprint.then(|| fingerprint(&path, &options)).transpose()?;
     context.print(
         || {
             json!({

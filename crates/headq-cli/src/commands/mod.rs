@@ -8,6 +8,7 @@ pub mod diagnose;
 pub mod eval;
 pub mod finetune;
 pub mod inspect;
+pub mod pull;
 pub mod report;
 pub mod run;
 pub mod serve;
@@ -90,13 +91,19 @@ impl Context {
         }
     }
 
+    /// The file or folder of a model, fetched first where it is named and not there yet.
+    pub fn locate(&self, model: &Path) -> Result<PathBuf, LabError> {
+        headq_lab::hub::locate(model, &self.bars)
+    }
+
     /// Loads the texts and the model, saying first what it will take.
     pub fn load(&self, model: &Path, text: &TextArgs) -> Result<(LoadedModel, Vec<Windows>), LabError> {
         let device = self.device(&self.device_name())?;
         let options = LoadOptions { precision: self.dtype(), ..Default::default() };
-        let described = describe(model, &options)?;
+        let model = self.locate(model)?;
+        let described = describe(&model, &options)?;
         // Texts first: they are quick to read, and most mistakes are in them.
-        let tokenizer = headq_models::tokenizer(model, &options)?;
+        let tokenizer = headq_models::tokenizer(&model, &options)?;
         let windows = windows(&text.text, &tokenizer, text)?;
         self.say_memory(&described, text.context, windows.iter().map(|w| w.windows.len()).sum());
         Ok((load(model, &device, &options)?, windows))

@@ -287,7 +287,7 @@ pub fn run(
     let missing = || LabError::Usage("this configuration has no [compare] section".into());
     let section = config.compare.as_ref().ok_or_else(missing)?;
     let asked = section.asked(config.finetune.is_some())?;
-    let (loaded, device) = config.load_model()?;
+    let (loaded, device) = config.load_model(observer)?;
     let tokenizer = loaded.tokenizer()?;
     let own = WindowOptions {
         max_chars: section.max_chars,

@@ -207,7 +207,7 @@ pub fn diagnose(
     asked.check().map_err(LabError::Usage)?;
     let links = asked_links(asked.links.as_deref()).map_err(LabError::Usage)?;
     let base: BaseScheme = asked.base.parse()?;
-    let (loaded, device) = config.load_model()?;
+    let (loaded, device) = config.load_model(observer)?;
     let plan = Plan { base, rank: asked.rank, bits: asked.bits, head_dim: loaded.config().head_dim };
     let texts = Texts::load(config, asked, &loaded)?;
     check_distinct(&texts.measured)?;

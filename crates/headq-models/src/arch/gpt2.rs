@@ -33,7 +33,7 @@ fn parse(f: &Fields) -> Result<ModelConfig, ModelError> {
         return Err(f.unsupported("`add_cross_attention`", "decoder-only models are"));
     }
     let hidden_size = f.size("n_embd")?;
-    let num_layers = f.size("n_layer")?;
+    let num_layers = f.layers("n_layer")?;
     let num_heads = f.size("n_head")?;
     let head_dim = f.head_dim("n_head", hidden_size, num_heads)?;
     let scaled = f.flag("scale_attn_weights")?.unwrap_or(true);

@@ -30,7 +30,7 @@ pub(super) static GPT_NEOX: Architecture = Architecture {
 
 fn parse(f: &Fields) -> Result<ModelConfig, ModelError> {
     let hidden_size = f.size("hidden_size")?;
-    let num_layers = f.size("num_hidden_layers")?;
+    let num_layers = f.layers("num_hidden_layers")?;
     let num_heads = f.size("num_attention_heads")?;
     let head_dim = f.head_dim("num_attention_heads", hidden_size, num_heads)?;
     let bias = f.flag("attention_bias")?.unwrap_or(true);

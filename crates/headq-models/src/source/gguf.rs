@@ -15,6 +15,9 @@ use memmap2::Mmap;
 use super::{StoredType, TensorInfo, TensorSource, map, plain_floats, unreadable};
 use crate::error::ModelError;
 
+/// Items of a list in memory take many times their bytes on disk; the longest lists are vocabularies and their merges.
+const MOST_ITEMS: usize = 1 << 24;
+
 /// A metadata value. Widths of numbers are dropped.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum MetadataValue {
@@ -132,7 +135,9 @@ impl GgufFile {
         for _ in 0..entry_count {
             let (key, kind) = (r.string()?, r.u32()?);
             let value = r.value(kind, 0)?;
-            metadata.insert(key, value);
+            if metadata.insert(key.clone(), value).is_some() {
+                return Err(ModelError::corrupt(file, format!("the metadata has `{key}` twice")));
+            }
         }
         let mut headers = Vec::new();
         for _ in 0..tensor_count {
@@ -328,6 +333,10 @@ impl<'a> Reader<'a> {
                     _ => 4,
                 };
                 let len = self.count(least)?;
+                if len > MOST_ITEMS {
+                    let reason = format!("the metadata has a list of {len} items, more than any vocabulary");
+                    return Err(ModelError::corrupt(self.file, reason));
+                }
                 List((0..len).map(|_| self.value(kind, depth + 1)).collect::<Result<_, _>>()?)
             }
             10 => Whole(self.u64()?.into()),
@@ -390,7 +399,11 @@ impl GgufSource {
         let mut entries = BTreeMap::new();
         for (tensor, place) in &header.tensors {
             let name = hub_name(&tensor.name);
-            entries.insert(name.clone(), (TensorInfo { name, ..tensor.clone() }, place.clone()));
+            let entry = (TensorInfo { name: name.clone(), ..tensor.clone() }, place.clone());
+            if entries.insert(name.clone(), entry).is_some() {
+                let reason = format!("tensor `{name}` is stored twice, as `{}` too", tensor.name);
+                return Err(ModelError::corrupt(header.file, reason));
+            }
         }
         let (tensors, places) = entries.into_values().unzip();
         Ok(Self { header, bytes, tensors, places, permuted })

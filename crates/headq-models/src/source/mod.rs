@@ -142,6 +142,12 @@ pub(crate) fn unreadable(origin: &str, tensor: &TensorInfo) -> ModelError {
 
 /// Maps a file into memory.
 fn map(path: &std::path::Path) -> Result<memmap2::Mmap, ModelError> {
+    // Before it is opened: a pipe of that name would wait for a writer.
+    let metadata = std::fs::metadata(path).map_err(ModelError::io(path))?;
+    if !metadata.is_file() {
+        let what = if metadata.is_dir() { "a folder" } else { "a device or a pipe" };
+        return Err(ModelError::NotAModel { path: path.to_owned(), reason: format!("expected a file, found {what}") });
+    }
     let file = std::fs::File::open(path).map_err(ModelError::io(path))?;
     // SAFETY: the mapping is only read. Truncating the file while it is mapped would fault, as with every memory-mapped
     // model reader; writers in this workspace replace files by renaming, which leaves an existing mapping intact.

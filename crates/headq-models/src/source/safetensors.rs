@@ -1,17 +1,26 @@
 //! Safetensors: one file, or shards with an index.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
-use safetensors::tensor::{Dtype, SafeTensors};
+use safetensors::SafeTensorError;
+use safetensors::tensor::{Dtype, SafeTensors, TensorInfo as View};
+use serde::Deserializer;
+use serde::de::{IgnoredAny, MapAccess, Visitor};
 
 use super::{StoredType, TensorInfo, TensorSource, map, plain_floats, unreadable};
 use crate::error::ModelError;
 
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
+
+/// Bytes of the header's length, before the header.
+const LENGTH: usize = 8;
+
+/// The longest header that the format allows.
+const MOST_HEADER: u64 = 100_000_000;
 
 /// The weights of a model folder, memory-mapped.
 pub struct SafetensorsSource {
@@ -29,7 +38,8 @@ impl SafetensorsSource {
     /// If there is neither, a shard is missing, or a header is damaged or disagrees with its file or the index.
     pub fn open(folder: &Path) -> Result<Self, ModelError> {
         let single = folder.join(SINGLE);
-        if single.exists() {
+        // A link that leads nowhere is a damaged model, not one without weights.
+        if single.exists() || single.is_symlink() {
             return Self::from_files(single.display().to_string(), &[single]);
         }
         let index = folder.join(INDEX);
@@ -56,10 +66,10 @@ impl SafetensorsSource {
         let mut entries = BTreeMap::new();
         for (number, path) in paths.iter().enumerate() {
             let file = path.display().to_string();
-            if std::fs::metadata(path).map_err(ModelError::io(path))?.len() < 8 {
+            let bytes = map(path)?;
+            if bytes.len() < LENGTH {
                 return Err(ModelError::corrupt(file, "shorter than the 8 bytes of a safetensors header length"));
             }
-            let bytes = map(path)?;
             let mut stored_here = parse(&file, &bytes)?.tensors();
             stored_here.sort_by(|a, b| a.0.cmp(&b.0));
             for (name, tensor) in stored_here {
@@ -108,10 +118,81 @@ impl TensorSource for SafetensorsSource {
 
 /// Parses a header; the crate checks that offsets are ordered, do not overlap and cover the file.
 fn parse<'a>(file: &str, bytes: &'a [u8]) -> Result<SafeTensors<'a>, ModelError> {
-    SafeTensors::deserialize(bytes).map_err(|e| {
-        let size = bytes.len();
-        ModelError::corrupt(file, format!("bad safetensors header ({e}) in a file of {size} bytes"))
-    })
+    let bad = |reason: String| {
+        ModelError::corrupt(file, format!("bad safetensors header ({reason}) in a file of {} bytes", bytes.len()))
+    };
+    if let Some(name) = header(bytes).and_then(repeated_name) {
+        return Err(bad(format!("tensor `{name}` is there twice")));
+    }
+    SafeTensors::deserialize(bytes).map_err(|error| bad(explain(&error, bytes)))
+}
+
+fn header_length(bytes: &[u8]) -> Option<u64> {
+    bytes.first_chunk::<LENGTH>().map(|length| u64::from_le_bytes(*length))
+}
+
+/// The JSON, where the file has as much of it as its first bytes say.
+fn header(bytes: &[u8]) -> Option<&[u8]> {
+    let length = header_length(bytes).filter(|length| *length <= MOST_HEADER)?;
+    bytes.get(LENGTH..)?.get(..usize::try_from(length).ok()?)
+}
+
+/// The first name that the header has twice; the crate would keep the last one of that name and say nothing.
+fn repeated_name(header: &[u8]) -> Option<String> {
+    struct FirstRepeated;
+    impl<'de> Visitor<'de> for FirstRepeated {
+        type Value = Option<String>;
+
+        fn expecting(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+            f.write_str("an object")
+        }
+
+        fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+            let (mut names, mut repeated) = (HashSet::new(), None);
+            while let Some((name, IgnoredAny)) = map.next_entry::<String, _>()? {
+                if let Some(name) = names.replace(name) {
+                    repeated.get_or_insert(name);
+                }
+            }
+            Ok(repeated)
+        }
+    }
+    serde_json::Deserializer::from_slice(header).deserialize_map(FirstRepeated).ok().flatten()
+}
+
+/// The crate's words, with the numbers and the tensor that they are about.
+fn explain(error: &SafeTensorError, bytes: &[u8]) -> String {
+    let length = header_length(bytes).unwrap_or(0);
+    match error {
+        SafeTensorError::HeaderTooLarge => format!("{error}: {length} bytes, and the format allows {MOST_HEADER}"),
+        SafeTensorError::InvalidHeaderLength => format!("{error}: {length} bytes"),
+        SafeTensorError::TensorInvalidInfo => match header(bytes).and_then(misfit) {
+            Some(misfit) => format!("{error}: {misfit}"),
+            None => error.to_string(),
+        },
+        _ => error.to_string(),
+    }
+}
+
+/// The first tensor whose bytes are not those of its shape.
+fn misfit(header: &[u8]) -> Option<String> {
+    let tensors: BTreeMap<String, serde_json::Value> = serde_json::from_slice(header).ok()?;
+    let entries =
+        tensors.into_iter().filter_map(|(name, entry)| Some((name, serde_json::from_value::<View>(entry).ok()?)));
+    let wrong = |(name, view): (String, View)| {
+        let (start, end) = view.data_offsets;
+        let bits = view.shape.iter().try_fold(view.dtype.bitsize(), |bits, &d| bits.checked_mul(d))?;
+        let found = end.checked_sub(start)?;
+        (bits / 8 != found).then(|| {
+            format!(
+                "tensor `{name}` of type {} and shape {:?} takes {} bytes, found {found}",
+                view.dtype,
+                view.shape,
+                bits / 8
+            )
+        })
+    };
+    entries.filter_map(wrong).next()
 }
 
 fn stored(dtype: Dtype) -> StoredType {
