@@ -157,7 +157,9 @@ fn thinned(steps: Vec<Step>) -> (usize, Vec<Step>) {
 }
 
 /// A curve: what it shows, and its value at a step.
-const CURVES: [(&str, fn(&Step) -> f64); 3] =
+type Line = (&'static str, fn(&Step) -> f64);
+
+const CURVES: [Line; 3] =
     [("training", |s| s.loss), ("held out", |s| s.held_out), ("held out, best so far", |s| s.best)];
 
 fn figure(summary: &Summary, measurements: &[Measurement], source: Source) -> Figure {
@@ -168,7 +170,7 @@ fn figure(summary: &Summary, measurements: &[Measurement], source: Source) -> Fi
         (CURVES[2].0, Align::Right, |s| number(Some(s.best))),
     ];
     let (every, steps) = thinned(steps(measurements));
-    let curve = |(series, (_, value)): (usize, &(&str, fn(&Step) -> f64))| Curve {
+    let curve = |(series, (_, value)): (usize, &Line)| Curve {
         series,
         points: steps.iter().map(|s| (s.step as f64, value(s))).collect(),
     };
