@@ -38,9 +38,10 @@ fn how(summary: &Summary) -> Text {
         (true, false) => "one orthonormal matrix, encoder and decoder in one,",
         (true, true) => "one orthonormal matrix, encoder and decoder in one, and clip factors of the side quantizer",
     };
+    let base = if s.train_base_clip { ", with clip factors of the base quantizer," } else { "" };
     let init = if s.init == "best" { "the best closed form of each head".to_string() } else { s.init.clone() };
     Text::code(&summary.scheme).then(format!(
-        ": {trained} trained on the loss {}, beginning with {init}; learning rate {}, {} in a step, at most {}.",
+        ": {trained}{base} trained on the loss {}, beginning with {init}; learning rate {}, {} in a step, at most {}.",
         s.loss,
         format::tick(s.lr),
         plural(s.batch, "window"),
