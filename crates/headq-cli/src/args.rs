@@ -443,6 +443,9 @@ pub struct Finetune {
     /// Learn clip factors of the side quantizer, too.
     #[arg(long)]
     pub train_clip: bool,
+    /// Learn a clip factor of the base quantizer for each KV head, too (kivi and token).
+    #[arg(long)]
+    pub train_base_clip: bool,
     /// Steps between two measurements on held-out windows [default: 20].
     #[arg(long, value_name = "N")]
     pub measure_every: Option<usize>,

@@ -125,6 +125,7 @@ fn every_loss_and_shape_trains() {
         &["--loss", "fisher"][..],
         &["--loss", "score", "--init", "random"],
         &["--loss", "logits", "--train-clip"],
+        &["--loss", "fisher", "--train-base-clip"],
         &["--tied", "--init", "query-pca"],
         &["--epochs", "1", "--batch", "3"],
         &["--scheme", "kivi-2(g=8,r=4)+learned(rank=2,bits=3,scales=token,scope=query-head)", "--train-clip"],
@@ -353,7 +354,7 @@ text = "long.txt"
 context = 64
 windows = 6
 held_out = 2
-training = { steps = 20, measure_every = 10 }
+training = { steps = 20, measure_every = 10, train_base_clip = true }
 "#;
     world.write("run.toml", config(r#"["query-pca", "score-optimal"]"#, finetune));
     let made = world.prints(&["run", "run.toml", "--out", "made"]);
@@ -382,6 +383,14 @@ training = { steps = 20, measure_every = 10 }
         basis,
     ]);
     assert_eq!(by_hand["bases"][0]["result"], learned["result"]);
+    assert_eq!(by_hand["bases"][0]["captured"], learned["captured"]);
+    let mse = |basis: &Value| basis["result"]["key_mse"].as_f64().unwrap();
+    assert_ne!(mse(learned), mse(&bases[0]), "it codes keys with clip factors of its own");
+    assert_eq!(by_hand["bases"][0]["captured"], learned["captured"]);
+    assert_ne!(
+        learned["result"]["key_mse"], bases[0]["result"]["key_mse"],
+        "it codes keys with clip factors of its own"
+    );
     world.succeeds(&[
         "finetune",
         "model",
@@ -399,6 +408,7 @@ training = { steps = 20, measure_every = 10 }
         &format!("{base}+learned(rank=2,bits=3)"),
         "--steps",
         "20",
+        "--train-base-clip",
         "--measure-every",
         "10",
         "--out",

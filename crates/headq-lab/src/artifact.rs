@@ -8,6 +8,7 @@
 //! | | `k.…`, `e.…`, `v.…` | the same with `kv_heads` | |
 //! | `basis` | `decoder` (U) | `[layers, side_heads, head_dim, rank]` | f32 |
 //! | | `encoder` (W), where W differs from U: `score-optimal`, `learned` unless tied | as `decoder` | f32 |
+//! | | `base_clip`, of `learned` with learned clip factors of the base quantizer | `[layers, kv_heads]` | f32 |
 //! | | `clip` (ρ), of `learned` with learned clip factors | `[layers, side_heads, rank]`, or `[layers, side_heads, 1]` with `scales=token` | f32 |
 //!
 //! q and k are post-RoPE; e = k − B_b(k) over whole groups of coded tokens; `count` is n, `sum` is Σx and `outer` is Σxxᵀ.
@@ -243,6 +244,7 @@ struct Stack {
     decoder: Param<Tensor<4>>,
     encoder: Option<Param<Tensor<4>>>,
     clip: Option<Param<Tensor<3>>>,
+    base_clip: Option<Param<Tensor<2>>>,
 }
 
 impl Stack {
@@ -250,18 +252,36 @@ impl Stack {
         let Basis { layers, side_heads, head_dim, rank, .. } = *basis;
         let matrix = |x: &Vec<f32>| parameter(x.clone(), [layers, side_heads, head_dim, rank]);
         let clip = |t: &TrainedSide| Some(parameter(t.clip.clone()?, [layers, side_heads, clip_width(t.scales, rank)]));
+        let base_clip = |t: &TrainedSide| {
+            let factors = t.base_clip.clone()?;
+            let heads = factors.len() / layers;
+            Some(parameter(factors, [layers, heads]))
+        };
         Self {
             decoder: matrix(&basis.decoder),
             encoder: basis.encoder.as_ref().map(matrix),
             clip: basis.trained.as_ref().and_then(clip),
+            base_clip: basis.trained.as_ref().and_then(base_clip),
         }
     }
 
-    /// Room for `[layers, side_heads, head_dim, rank]`, with so many clip factors for each head.
-    fn zeros(shape @ [layers, side_heads, ..]: [usize; 4], tied: bool, clip: Option<usize>) -> Self {
+    /// Room for `[layers, side_heads, head_dim, rank]`, with so many clip factors for each head, and one of the base quantizer for so
+    /// many KV heads.
+    fn zeros(
+        shape @ [layers, side_heads, ..]: [usize; 4],
+        tied: bool,
+        clip: Option<usize>,
+        base_clip: Option<usize>,
+    ) -> Self {
         let matrix = || parameter(vec![0.0; shape.iter().product()], shape);
         let factors = |width: usize| parameter(vec![0.0; layers * side_heads * width], [layers, side_heads, width]);
-        Self { decoder: matrix(), encoder: (!tied).then(matrix), clip: clip.map(factors) }
+        let base = |kv_heads: usize| parameter(vec![0.0; layers * kv_heads], [layers, kv_heads]);
+        Self {
+            decoder: matrix(),
+            encoder: (!tied).then(matrix),
+            clip: clip.map(factors),
+            base_clip: base_clip.map(base),
+        }
     }
 }
 
@@ -497,6 +517,7 @@ impl BasisArtifact {
         let scales = scales.transpose().map_err(|e| artifact_error(path, format!("side scales {e}")))?;
         let side = about.bits.zip(scales);
         let clip = side.filter(|_| has("clip")).map(|(_, scales)| clip_width(scales, about.rank));
+        let base_clip = side.filter(|_| has("base_clip")).map(|_| model.kv_heads);
         // Before there is room for them: a header may say anything.
         let matrix = [model.layers, side_heads, model.head_dim, about.rank];
         file.check_floats("decoder", &matrix)?;
@@ -506,9 +527,12 @@ impl BasisArtifact {
         if let Some(width) = clip {
             file.check_floats("clip", &[model.layers, side_heads, width])?;
         }
-        let mut stack = Stack::zeros(matrix, tied, clip);
+        if let Some(kv_heads) = base_clip {
+            file.check_floats("base_clip", &[model.layers, kv_heads])?;
+        }
+        let mut stack = Stack::zeros(matrix, tied, clip, base_clip);
         file.fill(&mut stack)?;
-        let Stack { decoder, encoder, clip } = stack;
+        let Stack { decoder, encoder, clip, base_clip } = stack;
         let basis = Basis {
             family: about.family,
             scope,
@@ -518,7 +542,12 @@ impl BasisArtifact {
             rank: about.rank,
             decoder: host(decoder.val()),
             encoder: encoder.map(|w| host(w.val())),
-            trained: side.map(|(bits, scales)| TrainedSide { bits, scales, clip: clip.map(|c| host(c.val())) }),
+            trained: side.map(|(bits, scales)| TrainedSide {
+                bits,
+                scales,
+                clip: clip.map(|c| host(c.val())),
+                base_clip: base_clip.map(|c| host(c.val())),
+            }),
         };
         Ok(Self { header: file.header, basis })
     }

@@ -583,6 +583,10 @@ pub fn run(
         let reason = "[finetune] trains bases of the family learned, and eval.schemes has no scheme of that family";
         return Err(LabError::Usage(reason.into()));
     }
+    if let Some(finetune) = &config.finetune {
+        let keys = schemes.iter().filter(|s| is_learned(s)).filter_map(|s| s.key);
+        keys.into_iter().try_for_each(|key| finetune.training.check_key(&key))?;
+    }
     let tokenizer = loaded.tokenizer()?;
     let eval_texts = windows(&eval.text, &tokenizer, &window_options(config, eval))?;
     let calibration_texts = match &config.calibrate {

@@ -2,10 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{Device, Distribution, Tensor, TensorData};
 use headq::correction::Parts;
 use headq::scheme::{BaseScheme, Scheme};
-use headq::{Basis, Correction};
+use headq::{Basis, Correction, HeadqAttention};
 use headq_lab::artifact::BasisArtifact;
 use headq_lab::finetune::{Finetuned, METRICS, Request, SUMMARY, Settings, Stopped, Summary};
 use headq_lab::text::{TextInfo, Windows};
@@ -205,6 +205,42 @@ fn a_learning_rate_far_too_high_is_an_error_or_changes_nothing() {
     let made = finetune(&loaded, SCHEME, 4, &settings, &state).expect("orthonormal bases stay bounded");
     assert_finite(&made.artifact.basis);
     assert!(made.held_out.1 <= made.held_out.0);
+}
+
+/// Clip factors of the base quantizer are trained, kept with the basis, and used wherever it is.
+#[test]
+fn clip_factors_of_the_base_quantizer_come_with_the_basis() {
+    let (folder, state) = folders();
+    let loaded = model(folder.path(), |_, _, _| ());
+    for loss in ["kl", "score", "logits"] {
+        let settings = Settings { train_base_clip: true, loss: loss.into(), ..settings() };
+        let made = finetune(&loaded, SCHEME, 4, &settings, &state.with_extension(loss)).expect("kivi has ranges");
+        let path = folder.path().join("basis.safetensors");
+        made.artifact.save(&path).expect("the folder can be written");
+        let basis = BasisArtifact::load(&path).expect("it is whole").basis;
+        assert_eq!(basis, made.artifact.basis);
+        let factors = basis.trained.as_ref().and_then(|t| t.base_clip.clone()).expect("they were trained");
+        assert_eq!(factors.len(), 3 * HEADS);
+        assert!(factors.iter().all(|f| (0.05..=1.0).contains(f)), "{factors:?}");
+        assert!(factors.iter().any(|f| *f < 0.999), "{loss}: {factors:?}");
+        let scheme: Scheme = SCHEME.parse().expect("the scheme is well formed");
+        let keys = Tensor::<4>::random([1, HEADS, 16, WIDTH], Distribution::Default, &Device::flex());
+        let code =
+            |basis: &Basis| HeadqAttention::new(scheme, Some(basis), 0, &Device::flex()).code_keys(keys.clone()).base;
+        let least = (0..HEADS).min_by(|a, b| factors[*a].total_cmp(&factors[*b])).expect("there are heads");
+        let without = basis.clone().with_base_clip(None);
+        let changed = (code(&basis) - code(&without)).abs().narrow(1, least, 1).max().into_scalar::<f32>();
+        assert_eq!(changed > 0.0, factors[least] < 1.0, "{loss}");
+    }
+    let unable = |scheme: &str| {
+        let settings = Settings { train_base_clip: true, ..settings() };
+        finetune(&loaded, scheme, 4, &settings, &state).expect_err("it has none to train").to_string()
+    };
+    let rotated = unable("rotated-2(g=8,r=4)+learned(rank=2,bits=3)");
+    assert!(rotated.contains("train_base_clip: rotated-2") && rotated.contains("kivi and token"), "{rotated}");
+    let shared = unable("kivi-2(g=8,r=4)+learned(rank=2,bits=3,scope=query-head)");
+    assert!(shared.contains("scope=kv-head"), "{shared}");
+    assert!(!state.exists());
 }
 
 #[test]

@@ -294,8 +294,8 @@ fn training_is_drawn_and_summed_up_by_layer() {
 fn layers_that_stopped_early_count_with_what_they_had() {
     let run = finetuned();
     let at = |layer: usize, step: usize| {
-        let own = run.finetunings[0].measurements.iter().filter(|m| m.layer == layer && m.step <= step);
-        own.last().unwrap().held_out
+        let mut own = run.finetunings[0].measurements.iter().filter(|m| m.layer == layer && m.step <= step);
+        own.next_back().unwrap().held_out
     };
     let text = markdown(std::slice::from_ref(&run), COMMAND);
     let text = text.split("Losses by step.").nth(1).unwrap();

@@ -3,7 +3,7 @@
 //! A basis family is one function from a head's moments to an encoder W and a decoder U, `[head_dim, rank]` each; [`fit_head`] is
 //! the registry.
 
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{Device, Tensor, TensorData};
 use nalgebra::{DMatrix, DVector, SymmetricEigen};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -12,7 +12,7 @@ use rayon::prelude::*;
 
 use crate::Error;
 use crate::correction::{Correction, Parts};
-use crate::quant::{clip_width, plain};
+use crate::quant::{BaseQuantizer, clip_width, plain};
 use crate::scheme::{Family, Scope, SideScales, SideScheme};
 use crate::stats::{LayerStats, Moments};
 
@@ -51,6 +51,9 @@ pub struct TrainedSide {
     pub scales: SideScales,
     /// Clip factors ρ ([`crate::quant::side_read_back`]): `[layers, side_heads, clip_width]`, row-major; `None` is 1 throughout.
     pub clip: Option<Vec<f32>>,
+    /// Clip factors of the base quantizer ([`crate::quant::BaseQuantizer::with_clip`]): `[layers, kv_heads]`, row-major; `None` is 1
+    /// throughout. Where there are some, keys are coded with them.
+    pub base_clip: Option<Vec<f32>>,
 }
 
 impl Basis {
@@ -126,8 +129,21 @@ impl Basis {
             rank,
             decoder: join(&|p| Some(p.decoder.clone())).unwrap_or_default(),
             encoder: join(&|p| p.encoder.clone()),
-            trained: Some(TrainedSide { bits: side.bits, scales: side.scales, clip: join(&|p| p.clip.clone()) }),
+            trained: Some(TrainedSide {
+                bits: side.bits,
+                scales: side.scales,
+                clip: join(&|p| p.clip.clone()),
+                base_clip: None,
+            }),
         }
+    }
+
+    /// A learned basis with the clip factors of the base quantizer that it was trained with, `[layers, kv_heads]`.
+    pub fn with_base_clip(mut self, base_clip: Option<Vec<f32>>) -> Self {
+        if let Some(trained) = &mut self.trained {
+            trained.base_clip = base_clip;
+        }
+        self
     }
 
     /// The same corrections UWᵀ in coefficients that lose less to equal bits: of each head, [`equalize`].
@@ -225,6 +241,21 @@ impl Basis {
         let size = self.side_heads * width;
         let factors = trained.clip.as_ref()?[layer * size..(layer + 1) * size].to_vec();
         Some(TensorData::new(factors, [self.side_heads, 1, width]))
+    }
+
+    /// Clip factors of one layer's base quantizer: `[kv_heads, 1, 1]`; `None` where none were learned.
+    pub fn base_clip_of(&self, layer: usize) -> Option<TensorData> {
+        let all = self.trained.as_ref()?.base_clip.as_ref()?;
+        let heads = all.len() / self.layers;
+        Some(TensorData::new(all[layer * heads..(layer + 1) * heads].to_vec(), [heads, 1, 1]))
+    }
+
+    /// A base quantizer of one layer with the clip factors that were learned for it, or as it is.
+    pub fn clipping(&self, quantizer: BaseQuantizer, layer: usize, device: &Device) -> BaseQuantizer {
+        match self.base_clip_of(layer) {
+            None => quantizer,
+            Some(clip) => quantizer.with_clip(Tensor::from_data(clip, device)),
+        }
     }
 
     fn layer(&self, all: &[f32], layer: usize) -> TensorData {

@@ -19,7 +19,8 @@ pub struct CodedKeys {
     pub side: Option<Tensor<4>>,
 }
 
-/// The HeadQ codec and attention of one layer, as a Burn module: its parameters are those of the correction.
+/// The HeadQ codec and attention of one layer, as a Burn module: its parameters are those of the correction, and learned clip factors of
+/// the base quantizer.
 #[derive(Module, Debug)]
 pub struct HeadqAttention {
     /// `None` where the scheme has no side code.
@@ -57,6 +58,10 @@ impl HeadqAttention {
             Some(keys) => BaseQuantizer::calibrated(key.base, keys, layer, device),
             None => BaseQuantizer::new(key.base),
         });
+        let base = match basis {
+            Some(basis) => base.map(|base| basis.clipping(base, layer, device)),
+            None => base,
+        };
         let correction = scheme.key.filter(|key| key.side.is_some()).map(|key| {
             let basis = basis.expect("a scheme with a side code comes with a basis");
             Correction::new(&key, basis, layer, device)
@@ -76,6 +81,22 @@ impl HeadqAttention {
     pub fn with_correction(self, correction: Correction) -> Self {
         assert!(self.correction.is_some(), "{} has no side code", self.scheme);
         Self { correction: Some(correction), ..self }
+    }
+
+    /// The same codec with other clip factors of the base quantizer.
+    ///
+    /// # Shapes
+    /// `clip`: `[kv_heads, 1, 1]`
+    ///
+    /// # Panics
+    /// As [`BaseQuantizer::with_clip`].
+    pub fn with_base_clip(self, clip: Tensor<3>) -> Self {
+        Self { base: self.base.map(|base| base.with_clip(clip)), ..self }
+    }
+
+    /// Learned clip factors of the base quantizer in the current graph: `[kv_heads, 1, 1]`; `None` where there are none.
+    pub fn base_clip(&self) -> Option<Tensor<3>> {
+        self.base.as_ref()?.clip()
     }
 
     /// The scheme that this module follows.

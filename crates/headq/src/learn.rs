@@ -69,6 +69,8 @@ impl FromStr for Loss {
 #[derive(Debug, Clone)]
 pub struct Sample {
     loss: Loss,
+    /// Coded tokens' keys, shifted: `[batch, kv_heads, tokens, head_dim]`
+    keys: Tensor<4>,
     /// e = k − k̂ of the coded tokens: `[batch, kv_heads, tokens, head_dim]`
     residual: Tensor<4>,
     tiles: Vec<SampleTile>,
@@ -115,7 +117,7 @@ impl Sample {
         assert!(coded > 0, "a window of {total} tokens has coded keys");
         let k = base.shift(k.clone());
         let own = k.clone().narrow(2, flush.sinks, coded);
-        let residual = own.clone() - base.read_back(own);
+        let residual = own.clone() - base.read_back(own.clone());
         let tile = |queries: std::ops::Range<usize>| {
             let first = first_visible(site, &queries);
             let segments = Segments::new(Some(flush), &queries, first);
@@ -142,7 +144,7 @@ impl Sample {
             Some(SampleTile { q, first: start, p, rest, base: masked(change) })
         };
         let tiles = tiles(0, total).filter_map(tile).collect();
-        Self { loss, residual, tiles, queries: q.dims()[0] * heads / kv_heads * total }
+        Self { loss, keys: own, residual, tiles, queries: q.dims()[0] * heads / kv_heads * total }
     }
 
     /// Tokens that a window needs for a key to be coded.
@@ -154,7 +156,7 @@ impl Sample {
     /// Bytes that a window of `tokens` tokens keeps at most, with f32 numbers.
     pub fn bytes(heads: usize, kv_heads: usize, head_dim: usize, tokens: usize) -> u64 {
         let weights = 2 * heads * tokens * (tokens / 2 + 128);
-        4 * (weights + (heads + kv_heads) * tokens * head_dim) as u64
+        4 * (weights + (heads + 2 * kv_heads) * tokens * head_dim) as u64
     }
 
     /// e = k − k̂ of the coded tokens: `[batch, kv_heads, tokens, head_dim]`.
@@ -167,43 +169,66 @@ impl Sample {
         self.loss_of(correction.decoder(), correction.code(self.residual.clone()))
     }
 
+    /// The loss under a correction and a base quantizer that is trained with it, which codes the sample's keys anew.
+    ///
+    /// # Panics
+    /// If the base quantizer's scheme is another than the sample's.
+    pub fn loss_through(&self, base: &BaseQuantizer, correction: &Correction) -> LayerLoss {
+        let residual = self.keys.clone() - base.read_back(self.keys.clone());
+        assert_eq!(residual.dims(), self.residual.dims(), "the base quantizer of the sample");
+        let side = correction.code(residual.clone());
+        let base = |tile: &SampleTile| {
+            let own = residual.clone().narrow(2, tile.first, tile.p.dims()[3]);
+            tile.q.clone().matmul(-own.swap_dims(2, 3))
+        };
+        self.loss_of_tensors(&base, correction.decoder(), side)
+    }
+
     /// The loss under any decoder U `[side_heads, head_dim, rank]` and side code ẑ `[batch, side_heads, tokens, rank]`.
     pub fn loss_of(&self, decoder: Tensor<3>, side: Tensor<4>) -> LayerLoss {
-        let (batch, side_heads, kv_heads) = (side.dims()[0], decoder.dims()[0], self.residual.dims()[1]);
-        let q_sides: Vec<Tensor<4>> = self.tiles.iter().map(|t| project_queries(&t.q, decoder.clone())).collect();
-        let scale = kv_heads as f64 / (side_heads * self.queries) as f64;
-        let mut by_head = vec![0.0; side_heads];
-        let mut add = |sums: &[f64]| (0..batch * side_heads).for_each(|i| by_head[i % side_heads] += sums[i] * scale);
-        let on_host = self.tiles.iter().all(|t| kernels::on_host(&t.p)) && side.dtype() == self.residual.dtype();
-        let total = if on_host {
-            let mut side_gradient = vec![0.0f32; side.shape().num_elements()];
-            let mut total = None;
-            for (tile, q_side) in self.tiles.iter().zip(q_sides) {
-                let (sums, gradient) = self.tile_gradients(tile, &q_side, &side, &mut side_gradient);
-                add(&sums);
-                accumulate(&mut total, (q_side * gradient).sum());
-            }
-            let gradient =
-                Tensor::from_data(TensorData::new(side_gradient, side.shape()), &plain(side.clone()).device());
-            accumulate(&mut total, (side * gradient).sum());
-            total
-        } else {
-            let mut total = None;
-            for (tile, q_side) in self.tiles.iter().zip(q_sides) {
-                let rows = self.tile_loss(tile, q_side, &side);
-                let sums = rows.sum_dim(2);
-                let host: Vec<f64> =
-                    plain(sums.clone()).into_data_as::<f64>().try_to_vec().expect("the data was converted to f64");
-                add(&host);
-                accumulate(&mut total, sums.sum());
-            }
-            total
-        };
-        let total = total.expect("a sample has coded keys").mul_scalar(scale);
-        // On the host `total` has the loss's gradient, but not its value.
-        let value = by_head.iter().sum::<f64>();
-        let total = if on_host { total.clone() - total.detach() + value } else { total };
-        LayerLoss { by_head, total }
+        match self.tiles.iter().all(|t| kernels::on_host(&t.p)) && side.dtype() == self.residual.dtype() {
+            true => self.loss_on_host(decoder, side),
+            false => self.loss_of_tensors(&|tile| tile.base.clone(), decoder, side),
+        }
+    }
+
+    /// The loss by the host's one-pass gradients.
+    fn loss_on_host(&self, decoder: Tensor<3>, side: Tensor<4>) -> LayerLoss {
+        let mut sums = HeadSums::new(self, &decoder);
+        let mut side_gradient = vec![0.0f32; side.shape().num_elements()];
+        let mut total = None;
+        for tile in &self.tiles {
+            let q_side = project_queries(&tile.q, decoder.clone());
+            let (own, gradient) = self.tile_gradients(tile, &q_side, &side, &mut side_gradient);
+            sums.add(&own);
+            accumulate(&mut total, (q_side * gradient).sum());
+        }
+        let gradient = Tensor::from_data(TensorData::new(side_gradient, side.shape()), &plain(side.clone()).device());
+        accumulate(&mut total, (side * gradient).sum());
+        // It has the loss's gradient, but not its value.
+        let total = total.expect("a sample has coded keys").mul_scalar(sums.scale);
+        let value = sums.by_head.iter().sum::<f64>();
+        LayerLoss { by_head: sums.by_head, total: total.clone() - total.detach() + value }
+    }
+
+    /// The loss by tensor operations; `base` gives q·(k̂ − k) of a tile.
+    fn loss_of_tensors(
+        &self,
+        base: &dyn Fn(&SampleTile) -> Tensor<4>,
+        decoder: Tensor<3>,
+        side: Tensor<4>,
+    ) -> LayerLoss {
+        let mut sums = HeadSums::new(self, &decoder);
+        let mut total = None;
+        for tile in &self.tiles {
+            let q_side = project_queries(&tile.q, decoder.clone());
+            let own = self.tile_loss(tile, base(tile), q_side, &side).sum_dim(2);
+            let host = plain(own.clone()).into_data_as::<f64>();
+            sums.add(&host.try_to_vec::<f64>().expect("the data was converted to f64"));
+            accumulate(&mut total, own.sum());
+        }
+        let total = total.expect("a sample has coded keys").mul_scalar(sums.scale);
+        LayerLoss { by_head: sums.by_head, total }
     }
 
     /// ẑ of a tile's columns.
@@ -212,11 +237,10 @@ impl Sample {
     }
 
     /// Loss of each query as tensor operations: `[batch, side_heads, rows, 1]`.
-    fn tile_loss(&self, tile: &SampleTile, q_side: Tensor<4>, side: &Tensor<4>) -> Tensor<4> {
+    fn tile_loss(&self, tile: &SampleTile, base: Tensor<4>, q_side: Tensor<4>, side: &Tensor<4>) -> Tensor<4> {
         let [b, side_heads, rows, _] = q_side.dims();
         let n = tile.p.dims()[3];
-        let delta = tile.base.clone().reshape([b, side_heads, rows, n])
-            + q_side.matmul(Self::columns(tile, side).swap_dims(2, 3));
+        let delta = base.reshape([b, side_heads, rows, n]) + q_side.matmul(Self::columns(tile, side).swap_dims(2, 3));
         // Everything that does not change is one more column.
         let (p, rest) = (tile.p.clone().reshape([b, side_heads, rows, n]), tile.rest.clone());
         let rest = rest.reshape([b, side_heads, rows, 1]);
@@ -276,6 +300,26 @@ impl Sample {
         };
         let sums = heads.map(head).collect();
         (sums, Tensor::from_data(TensorData::new(gradient, shape), &tile.p.device()))
+    }
+}
+
+/// Losses of each side head, as means over its queries.
+struct HeadSums {
+    by_head: Vec<f64>,
+    /// From the sum over queries to the mean.
+    scale: f64,
+}
+
+impl HeadSums {
+    fn new(sample: &Sample, decoder: &Tensor<3>) -> Self {
+        let (side_heads, kv_heads) = (decoder.dims()[0], sample.residual.dims()[1]);
+        Self { by_head: vec![0.0; side_heads], scale: kv_heads as f64 / (side_heads * sample.queries) as f64 }
+    }
+
+    /// Adds sums over a tile's queries, `[batch, side_heads]`.
+    fn add(&mut self, sums: &[f64]) {
+        let heads = self.by_head.len();
+        sums.iter().enumerate().for_each(|(i, sum)| self.by_head[i % heads] += sum * self.scale);
     }
 }
 

@@ -4,7 +4,7 @@
 //! range. `grid` has fixed steps, `rotated` fixed levels for each token's scale. To add one, give it a name in
 //! [`crate::scheme::Quantizer`], an arm in [`BaseQuantizer::read_back`] and what it stores in [`BaseQuantizer::stored_bits`].
 
-use burn::module::Module;
+use burn::module::{Module, Param};
 use burn::tensor::{Bool, DType, Device, FloatDType, Int, Tensor, TensorData};
 
 use crate::gaussian::{lloyd_max, uniform_step};
@@ -198,6 +198,8 @@ pub struct BaseQuantizer {
     offset: Option<Tensor<4>>,
     /// Δ of `grid`: `[1, kv_heads, 1, head_dim]`.
     step: Option<Tensor<4>>,
+    /// Learned clip factors of `kivi` and `token`, times the scheme's ρ: `[kv_heads, 1, 1]`; `None` is 1 throughout.
+    clip: Option<Param<Tensor<3>>>,
     #[module(skip)]
     base: BaseScheme,
 }
@@ -209,7 +211,7 @@ impl BaseQuantizer {
     /// If it does ([`BaseScheme::is_static`]): use [`BaseQuantizer::calibrated`].
     pub fn new(base: BaseScheme) -> Self {
         assert!(!base.is_static(), "{base} needs statistics of the keys");
-        Self { offset: None, step: None, base }
+        Self { offset: None, step: None, clip: None, base }
     }
 
     /// A quantizer with the means and scales of one layer's keys, as far as it needs them.
@@ -221,8 +223,26 @@ impl BaseQuantizer {
             offset: base.center.then(|| tensor(keys.layer(&keys.mean, layer).to_vec())),
             step: (base.quantizer == Quantizer::Grid)
                 .then(|| tensor(grid_steps(&base, keys.layer(spread, layer), keys.head_dim))),
+            clip: None,
             base,
         }
+    }
+
+    /// The same with a clip factor for each head on the half-width of its ranges, times the scheme's own.
+    ///
+    /// # Shapes
+    /// `clip`: `[kv_heads, 1, 1]`
+    ///
+    /// # Panics
+    /// If the quantizer has no ranges from the data ([`BaseScheme::has_ranges`]).
+    pub fn with_clip(self, clip: Tensor<3>) -> Self {
+        assert!(self.base.has_ranges(), "{} has no ranges to clip", self.base);
+        Self { clip: Some(Param::from_tensor(clip)), ..self }
+    }
+
+    /// Learned clip factors as a tensor of the current graph: `[kv_heads, 1, 1]`; `None` where there are none.
+    pub fn clip(&self) -> Option<Tensor<3>> {
+        self.clip.as_ref().map(|clip| clip.val())
     }
 
     /// The scheme that it follows.
@@ -251,13 +271,21 @@ impl BaseQuantizer {
     pub fn read_back(&self, keys: Tensor<4>) -> Tensor<4> {
         let base = &self.base;
         match base.quantizer {
-            Quantizer::Kivi => Axis::Group(base.flush.group).read_back(keys, base.bits, base.range, base.meta),
-            Quantizer::Token => Axis::Channels(base.channels).read_back(keys, base.bits, base.range, base.meta),
+            Quantizer::Kivi => self.ranged(Axis::Group(base.flush.group), keys),
+            Quantizer::Token => self.ranged(Axis::Channels(base.channels), keys),
             Quantizer::Grid => {
                 let step = self.step.clone().expect("a grid is made with its steps");
                 straight_through(keys, |keys| grid(keys, step, base.bits))
             }
             Quantizer::Rotated => rotated(keys, base),
+        }
+    }
+
+    fn ranged(&self, axis: Axis, keys: Tensor<4>) -> Tensor<4> {
+        let base = &self.base;
+        match self.clip() {
+            None => axis.read_back(keys, base.bits, base.range, base.meta),
+            Some(clip) => axis.clipped_read_back(keys, base.bits, clip.mul_scalar(base.range), base.meta),
         }
     }
 

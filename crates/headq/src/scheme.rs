@@ -229,6 +229,11 @@ impl BaseScheme {
     pub fn is_static(&self) -> bool {
         self.center || self.quantizer == Quantizer::Grid
     }
+
+    /// Whether it has min/max ranges from the data, which can be clipped.
+    pub fn has_ranges(&self) -> bool {
+        matches!(self.quantizer, Quantizer::Kivi | Quantizer::Token)
+    }
 }
 
 impl Policy {

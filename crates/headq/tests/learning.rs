@@ -239,7 +239,12 @@ fn a_learned_codec_forwards_its_inference_values() {
         rank: 3,
         decoder: floats(p.decoder),
         encoder: Some(floats(p.encoder.unwrap())),
-        trained: Some(TrainedSide { bits: 3, scales: SideScales::Group, clip: Some(floats(p.clip.unwrap())) }),
+        trained: Some(TrainedSide {
+            bits: 3,
+            scales: SideScales::Group,
+            clip: Some(floats(p.clip.unwrap())),
+            base_clip: None,
+        }),
     };
     let keys = normal([1, KV, 32, D], 2);
     let plain = HeadqAttention::new(scheme, Some(&basis), 0, &Device::flex()).code_keys(keys.clone());
@@ -254,6 +259,91 @@ fn a_learned_codec_forwards_its_inference_values() {
     let other: Scheme = "kivi-2(g=8,r=4)+learned(rank=3,bits=4)".parse().unwrap();
     let error = basis.check(other.side().unwrap(), 1, HEADS, KV, D).unwrap_err().to_string();
     assert!(error.contains("side bits 3") && error.contains("need 4"), "{error}");
+}
+
+/// One loss by the host's kernels with the base code of the sample, and by tensor operations with a base code that is trained.
+#[test]
+fn a_trained_base_quantizer_begins_as_the_one_that_it_was() {
+    for scheme in
+        ["kivi-2(g=8,r=4,sinks=1)+learned(rank=3,bits=3)", "token-3(c=4,g=8,r=4,range=0.9)+learned(rank=3,bits=3)"]
+    {
+        let key = key(scheme);
+        for loss in Loss::ALL {
+            let sample = sample(loss, &key, None, FloatDType::F32);
+            let correction = Correction::of(&key, parts(KV, 3, FloatDType::F32));
+            let clip = Tensor::<3>::ones([KV, 1, 1], &Device::flex());
+            let base = |clip: Tensor<3>| BaseQuantizer::new(key.base).with_clip(clip);
+            let (fixed, through) = (sample.loss(&correction), sample.loss_through(&base(clip.clone()), &correction));
+            for (a, b) in fixed.by_head.iter().zip(&through.by_head) {
+                assert!((a / b - 1.0).abs() < 1e-4, "{scheme}, {loss}: {a} and {b}");
+            }
+            // Heads have nothing to do with one another.
+            let half = Tensor::<3>::from_data([[[1.0f32]], [[0.7]]], &Device::flex());
+            let other = sample.loss_through(&base(half), &correction);
+            assert!((other.by_head[0] / through.by_head[0] - 1.0).abs() < 1e-5);
+            assert!((other.by_head[1] / through.by_head[1] - 1.0).abs() > 1e-3, "{scheme}, {loss}");
+        }
+    }
+}
+
+/// Clip factors are the scheme's `range`, for each head.
+#[test]
+fn a_clip_factor_of_the_base_quantizer_is_a_range() {
+    let keys = normal([1, KV, 32, D], 2);
+    let read = |scheme: &str| BaseQuantizer::new(key(scheme).base).read_back(keys.clone());
+    let clip = Tensor::<3>::from_data([[[0.8f32]], [[0.6]]], &Device::flex());
+    let clipped = BaseQuantizer::new(key("kivi-4(g=8,r=0,meta=f32)").base).with_clip(clip).read_back(keys.clone());
+    for (head, range) in [0.8, 0.6].into_iter().enumerate() {
+        let expected = read(&format!("kivi-4(g=8,r=0,range={range},meta=f32)")).narrow(1, head, 1);
+        let off = host((clipped.clone().narrow(1, head, 1) - expected).abs());
+        // Rounding differs by an ulp, which may turn a tie.
+        assert!(off.iter().filter(|x| **x > 1e-5).count() <= off.len() / 100, "range {range}");
+    }
+}
+
+/// ∂k̂/∂ρ of each head as `quant` defines it, element by element; and what losses make of it.
+#[test]
+fn gradients_reach_the_base_quantizers_clip_factors() {
+    let (group, tokens) = (8, 32);
+    let key = key("kivi-2(g=8,r=4,meta=f32)+learned(rank=3,bits=3)");
+    let clip = Tensor::<3>::from_data([[[0.9f32]], [[0.8]]], &Device::flex());
+    let base = |clip: Tensor<3>| BaseQuantizer::new(key.base).with_clip(clip);
+    let (keys, weights) = (normal([1, KV, tokens, D], 2), normal([1, KV, tokens, D], 8));
+    let leaf = tracked(&clip);
+    let gradients = (base(leaf.clone()).read_back(keys.clone()) * weights.clone()).sum().backward();
+    let found = host(leaf.grad(&gradients).unwrap());
+    let (keys, weights) = (host(keys), host(weights));
+    for (head, rho) in [0.9, 0.8].into_iter().enumerate() {
+        let mut expected = 0.0;
+        for (first, channel) in (0..tokens).step_by(group).flat_map(|first| (0..D).map(move |c| (first, c))) {
+            let at = |i: usize| (head * tokens + first + i) * D + channel;
+            let own: Vec<f64> = (0..group).map(|i| keys[at(i)]).collect();
+            let low = own.iter().copied().fold(f64::INFINITY, f64::min);
+            let whole = own.iter().copied().fold(f64::NEG_INFINITY, f64::max) - low;
+            let (scale, zero) = (rho * whole / 3.0, low + (1.0 - rho) * whole / 2.0);
+            for (i, x) in own.iter().enumerate() {
+                let code = (x - zero) / scale;
+                let slope = match (0.0..=3.0).contains(&code) {
+                    true => (code.round() - code) * whole / 3.0,
+                    false => (code.clamp(0.0, 3.0) / 3.0 - 0.5) * whole,
+                };
+                expected += slope * weights[at(i)];
+            }
+        }
+        assert!((found[head] - expected).abs() < 1e-3, "head {head}: {} and {expected}", found[head]);
+    }
+    let clip = clip.cast(FloatDType::F64);
+    for loss in Loss::ALL {
+        let sample = sample(loss, &key, None, FloatDType::F64);
+        let p = parts(KV, 3, FloatDType::F64);
+        let with = |u: Tensor<3>| Correction::of(&key, Parts { decoder: u, ..p.clone() });
+        let (u, c) = (tracked(&p.decoder), tracked(&clip));
+        let gradients = sample.loss_through(&base(c.clone()), &with(u.clone())).total.backward();
+        let value = |x: Tensor<3>| sample.loss_through(&base(clip.clone()), &with(x)).by_head.iter().sum::<f64>();
+        check_gradient(&format!("U of {loss}"), &p.decoder, u.grad(&gradients).unwrap(), 1e-5, value);
+        let own = host(c.grad(&gradients).unwrap());
+        assert!(own.iter().all(|g| g.is_finite() && *g != 0.0), "{loss}: {own:?}");
+    }
 }
 
 #[test]

@@ -20,7 +20,7 @@ pub fn run(context: &Context, args: &Finetune) -> Result<(), LabError> {
         ));
     }
     let stats = StatsArtifact::load(&args.stats)?;
-    check_scheme(&scheme, &stats)?;
+    settings.check_key(&check_scheme(&scheme, &stats)?)?;
     check_writable(&args.out, Output::Basis)?;
     let all = TextArgs { windows: args.text.windows + args.held_out, text: args.text.text.clone(), ..args.text };
     let (loaded, windows) = context.load(&args.model, &all)?;
@@ -77,6 +77,7 @@ fn settings(args: &Finetune) -> Settings {
         batch,
         tied: args.tied,
         train_clip: args.train_clip,
+        train_base_clip: args.train_base_clip,
         measure_every: args.measure_every.unwrap_or(default.measure_every),
         patience: args.patience.unwrap_or(default.patience),
         save_every: args.save_every.unwrap_or(default.save_every),

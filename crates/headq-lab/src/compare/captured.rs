@@ -10,16 +10,20 @@ use rayon::prelude::*;
 
 use super::angles::{decoder, encoder};
 
-/// The base quantizer of every layer, with the scales that its scheme has.
+/// The base quantizer of every layer, with the scales that its scheme has, and the clip factors of a basis that was trained with some.
 pub fn quantizers(
     base: BaseScheme,
     keys: Option<&KeyStatistics>,
+    basis: Option<&Basis>,
     layers: usize,
     device: &Device,
 ) -> Vec<BaseQuantizer> {
-    let of_layer = |layer| match keys {
-        Some(keys) => BaseQuantizer::calibrated(base, keys, layer, device),
-        None => BaseQuantizer::new(base),
+    let of_layer = |layer| {
+        let quantizer = match keys {
+            Some(keys) => BaseQuantizer::calibrated(base, keys, layer, device),
+            None => BaseQuantizer::new(base),
+        };
+        basis.map_or(quantizer.clone(), |basis| basis.clipping(quantizer, layer, device))
     };
     (0..layers).map(of_layer).collect()
 }

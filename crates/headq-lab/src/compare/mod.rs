@@ -26,6 +26,7 @@ pub mod table;
 
 use std::path::Path;
 
+use headq::basis::Basis;
 use headq::metrics::excess_removed;
 use headq::{HeadDiagnostics, Scheme};
 use headq_models::LoadedModel;
@@ -146,11 +147,19 @@ impl Pass<'_> {
         };
         part(self.store, "captured", fits, || {
             let keys = candidates.base.keys.as_ref();
-            let quantizers = captured::quantizers(*asked.base(), keys, layers, &model.device());
-            let what = "moments of the measured text";
             let windows = self.request.windows();
-            let stats = accumulate(what, model, &windows, &quantizers, self.request.threads, self.observer)?;
-            Ok(candidates.all.iter().map(|c| captured::captured(c.basis(), &stats)).collect())
+            let moments = |basis: Option<&Basis>| {
+                let quantizers = captured::quantizers(*asked.base(), keys, basis, layers, &model.device());
+                let what = "moments of the measured text";
+                accumulate(what, model, &windows, &quantizers, self.request.threads, self.observer)
+            };
+            let usual = moments(None)?;
+            // A basis with clip factors of its own for the base quantizer has residuals of its own.
+            let shares = |candidate: &Candidate| match candidate.basis() {
+                basis if basis.base_clip_of(0).is_some() => Ok(captured::captured(basis, &moments(Some(basis))?)),
+                basis => Ok(captured::captured(basis, &usual)),
+            };
+            candidates.all.iter().map(shares).collect()
         })
     }
 }
@@ -287,6 +296,9 @@ pub fn run(
     let missing = || LabError::Usage("this configuration has no [compare] section".into());
     let section = config.compare.as_ref().ok_or_else(missing)?;
     let asked = section.asked(config.finetune.is_some())?;
+    if let (Some(finetune), Some(key)) = (&config.finetune, asked.trained_scheme().key) {
+        finetune.training.check_key(&key)?;
+    }
     let (loaded, device) = config.load_model(observer)?;
     let tokenizer = loaded.tokenizer()?;
     let own = WindowOptions {

@@ -7,11 +7,11 @@
 use burn::tensor::{Gradients, Tensor};
 use headq::learn::logits_kl;
 use headq::scheme::{KeyScheme, Scheme};
-use headq::{Attention, Correction, HeadqAttention, QuantizedCache};
+use headq::{Attention, HeadqAttention, QuantizedCache};
 use headq_models::LanguageModel;
 
 use super::state::{Checkpoint, InitialLosses, StateFolder};
-use super::train::{Course, LayerTrained, Point, Progress, batch, initial, learning_rate, train, updated};
+use super::train::{Course, LayerTrained, Leaves, Point, Progress, batch, initial, learning_rate, train, updated};
 use super::{Basis, Request, Settings};
 use crate::LabError;
 
@@ -115,8 +115,12 @@ impl EndToEnd<'_> {
         let scheme = Scheme { value: None, ..self.request.scheme };
         let keys = headq::KeyStatistics::of(&self.request.stats.layers).ok();
         let module = |(layer, point): (usize, &Point)| {
-            HeadqAttention::calibrated(scheme, Some(basis), keys.as_ref(), layer, &device)
-                .with_correction(point.correction(&self.key, self.shape(), &device))
+            let module = HeadqAttention::calibrated(scheme, Some(basis), keys.as_ref(), layer, &device)
+                .with_correction(point.correction(&self.key, self.shape(), &device));
+            match point.base_clip(&device) {
+                None => module,
+                Some(clip) => module.with_base_clip(clip),
+            }
         };
         points.iter().enumerate().map(module).collect()
     }
@@ -161,16 +165,15 @@ impl EndToEnd<'_> {
     ) -> Result<(f64, Vec<Tensor<1>>), LabError> {
         let frozen = self.frozen();
         let share = 1.0 / windows.len() as f64;
-        let corrections: Vec<&Correction> =
-            tracked.iter().map(|m| m.correction().expect("the scheme has a side code")).collect();
+        let leaves: Vec<Leaves> = tracked.iter().map(leaves).collect();
         let (mut read, mut again) = (QuantizedCache::of(plain.to_vec()), QuantizedCache::of(tracked.to_vec()));
         let mut loss = 0.0;
-        let mut totals: Vec<Tensor<1>> = corrections.iter().map(|c| c.decoder().mul_scalar(0.0).sum()).collect();
+        let mut totals: Vec<Tensor<1>> = leaves.iter().map(|l| l.parts.decoder.clone().mul_scalar(0.0).sum()).collect();
         for window in windows {
             let pass = frozen.pass(window, &mut read, true)?;
             loss += share * pass.loss;
             frozen.backward(&pass, share, &mut again, |layer, gradients| {
-                totals[layer] = with_gradients(totals[layer].clone(), corrections[layer], gradients);
+                totals[layer] = with_gradients(totals[layer].clone(), &leaves[layer], gradients);
             });
         }
         Ok((loss, totals))
@@ -212,10 +215,16 @@ impl Course for EndToEnd<'_> {
         let (mut first, mut second) = (c.first.split(layers), c.second.split(layers));
         let mut now = Vec::with_capacity(layers);
         for (layer, total) in totals.into_iter().enumerate() {
-            let own = tracked[layer].correction().expect("the scheme has a side code");
             let gradients = total.backward();
             let moments = (&mut first[layer], &mut second[layer]);
-            now.push(updated(&self.key, own.parts(), &gradients, learning_rate(settings, step), step, moments));
+            now.push(updated(
+                &self.key,
+                leaves(&tracked[layer]),
+                &gradients,
+                learning_rate(settings, step),
+                step,
+                moments,
+            ));
         }
         (c.first, c.second) = (Point::concat(&first), Point::concat(&second));
         let heads = layers * self.shape()[0];
@@ -236,12 +245,17 @@ impl Course for EndToEnd<'_> {
     }
 }
 
+/// What is trained of a layer's codec.
+fn leaves(module: &HeadqAttention) -> Leaves {
+    let correction = module.correction().expect("the scheme has a side code");
+    Leaves { parts: correction.parts(), base_clip: module.base_clip() }
+}
+
 /// Adds Σ parameter · gradient to a total, whose own gradient by the parameters is then the sum of the gradients.
-fn with_gradients(total: Tensor<1>, correction: &Correction, gradients: &Gradients) -> Tensor<1> {
-    let parts = correction.parts();
-    let parts = [Some(parts.decoder), parts.encoder, parts.clip].into_iter().flatten();
-    parts.fold(total, |total, x| match x.grad(gradients) {
-        Some(gradient) => total + (x * gradient).sum(),
+fn with_gradients(total: Tensor<1>, Leaves { parts, base_clip }: &Leaves, gradients: &Gradients) -> Tensor<1> {
+    let all = [Some(&parts.decoder), parts.encoder.as_ref(), parts.clip.as_ref(), base_clip.as_ref()];
+    all.into_iter().flatten().fold(total, |total, x| match x.grad(gradients) {
+        Some(gradient) => total + (x.clone() * gradient).sum(),
         None => total,
     })
 }
@@ -252,7 +266,7 @@ mod tests {
     use burn::module::{Module, ModuleMapper, Param};
     use burn::tensor::{DType, Device, FloatDType, TensorData};
     use headq::correction::Parts;
-    use headq::{AttentionSite, dense_attention, repeat_kv};
+    use headq::{AttentionSite, Correction, dense_attention, repeat_kv};
     use headq_models::{LoadOptions, LoadedModel, load};
 
     use super::*;

@@ -26,7 +26,7 @@ use std::path::Path;
 use headq::basis::Basis;
 use headq::learn::Loss;
 use headq::quant::BaseQuantizer;
-use headq::scheme::{Family, KeyScheme, Scheme};
+use headq::scheme::{Family, KeyScheme, Scheme, Scope};
 use headq::{AttentionSite, Correction, KeyStatistics};
 use headq_models::{Fingerprint, LanguageModel};
 use serde::{Deserialize, Serialize};
@@ -74,6 +74,9 @@ pub struct Settings {
     /// Learn clip factors of the side quantizer, too.
     #[serde(default)]
     pub train_clip: bool,
+    /// Learn a clip factor of the base quantizer for each KV head, too.
+    #[serde(default)]
+    pub train_base_clip: bool,
     /// Steps between two measurements on held-out windows.
     #[serde(default = "defaults::measure_every")]
     pub measure_every: usize,
@@ -126,6 +129,7 @@ impl Default for Settings {
             batch: defaults::batch(),
             tied: false,
             train_clip: false,
+            train_base_clip: false,
             measure_every: defaults::measure_every(),
             patience: defaults::patience(),
             save_every: defaults::save_every(),
@@ -157,6 +161,24 @@ impl Settings {
             Some((name, _)) => Err(format!("{name}: expected at least 1, found 0")),
             None => Ok(()),
         }
+    }
+
+    /// Fails where a scheme's keys cannot be trained in this way.
+    ///
+    /// # Errors
+    /// [`LabError::Usage`] saying what would do.
+    pub fn check_key(&self, key: &KeyScheme) -> Result<(), LabError> {
+        let scope = key.side.map(|side| side.scope).unwrap_or_default();
+        if self.train_base_clip && !key.base.has_ranges() {
+            let reason =
+                format!("train_base_clip: {} has no ranges from the data to clip; kivi and token have", key.base);
+            return Err(LabError::Usage(reason));
+        }
+        if self.train_base_clip && scope == Scope::QueryHead {
+            let reason = "train_base_clip: query heads share the base code of their KV head; train with scope=kv-head";
+            return Err(LabError::Usage(reason.into()));
+        }
+        Ok(())
     }
 
     fn is_end_to_end(&self) -> bool {
@@ -274,6 +296,7 @@ impl Request<'_> {
     pub fn run(&self, folder: &Path, observer: &dyn Observer) -> Result<Finetuned, LabError> {
         let key = check_scheme(&self.scheme, self.stats)?;
         self.settings.check().map_err(LabError::Usage)?;
+        self.settings.check_key(&key)?;
         let quantizers = self.quantizers(&key)?;
         self.check_windows(&quantizers[0])?;
         let candidates = self.candidates(&key)?;
@@ -475,6 +498,8 @@ impl Request<'_> {
         let correction =
             |t: &LayerTrained| t.best.correction(key, [side_heads, head_dim, side.rank], &self.model.device());
         let corrections: Vec<Correction> = trained.iter().map(correction).collect();
+        let base_clip: Option<Vec<Vec<f32>>> = trained.iter().map(|t| t.best.base_clip.clone()).collect();
+        let base_clip = base_clip.map(|all| all.concat());
         let mut header = self.stats.header.clone();
         header.kind = "basis".into();
         header.program = PROGRAM.into();
@@ -491,7 +516,7 @@ impl Request<'_> {
             ..BasisHeader::derived(Family::Learned, side.rank, side.scope, self.seed)
         });
         Finetuned {
-            artifact: BasisArtifact { header, basis: Basis::learned(&side, &corrections) },
+            artifact: BasisArtifact { header, basis: Basis::learned(&side, &corrections).with_base_clip(base_clip) },
             measurements: trained.iter().flat_map(|t| t.measurements.clone()).collect(),
             summary,
             held_out: (mean(&|t| &t.initial_loss), mean(&|t| &t.best_loss)),

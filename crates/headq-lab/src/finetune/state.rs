@@ -273,6 +273,7 @@ impl Checkpoint {
                 decoder: part(&format!("{name}.decoder"))?,
                 encoder: part(&format!("{name}.encoder")),
                 clip: part(&format!("{name}.clip")),
+                base_clip: part(&format!("{name}.base_clip")),
             })
         };
         Some(Self {

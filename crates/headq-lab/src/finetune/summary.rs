@@ -95,13 +95,13 @@ pub enum Stopped {
 impl LayerSummary {
     /// Of a layer that was trained to its end.
     pub(super) fn of(layer: Option<usize>, trained: &LayerTrained, settings: &Settings) -> Self {
-        let better = trained.measurements.windows(2).filter(|pair| pair[1].best < pair[0].best);
+        let mut better = trained.measurements.windows(2).filter(|pair| pair[1].best < pair[0].best);
         Self {
             layer,
             uncorrected: mean(&trained.uncorrected_loss),
             initial: mean(&trained.initial_loss),
             best: mean(&trained.best_loss),
-            best_step: better.last().map_or(0, |pair| pair[1].step),
+            best_step: better.next_back().map_or(0, |pair| pair[1].step),
             steps: trained.steps,
             stopped: match trained.steps {
                 0 => Stopped::NothingToLearn,

@@ -7,8 +7,8 @@ use burn::tensor::{Device, Gradients, Tensor, TensorData};
 use headq::AttentionSite;
 use headq::Correction;
 use headq::basis::{Basis, head_seed};
-use headq::correction::Parts;
-use headq::learn::{Loss, Sample};
+use headq::correction::{LEAST_CLIP, Parts};
+use headq::learn::{LayerLoss, Loss, Sample};
 use headq::quant::{BaseQuantizer, clip_width};
 use headq::scheme::KeyScheme;
 use rand::SeedableRng;
@@ -50,14 +50,47 @@ pub struct Point {
     pub encoder: Option<Vec<f32>>,
     /// ρ: `[side_heads, 1, clip_width]`
     pub clip: Option<Vec<f32>>,
+    /// Clip factors of the base quantizer: `[kv_heads, 1, 1]`
+    pub base_clip: Option<Vec<f32>>,
+}
+
+/// What reads keys at a point: the correction, and the base quantizer where it is trained, too.
+pub struct Codec {
+    pub correction: Correction,
+    pub base: Option<BaseQuantizer>,
+}
+
+/// What is trained, as tensors of one graph.
+pub struct Leaves {
+    pub parts: Parts,
+    /// `[kv_heads, 1, 1]`
+    pub base_clip: Option<Tensor<3>>,
+}
+
+impl Codec {
+    pub fn leaves(&self) -> Leaves {
+        let base_clip = self.base.as_ref().and_then(BaseQuantizer::clip);
+        Leaves { parts: self.correction.parts(), base_clip }
+    }
+
+    fn loss(&self, sample: &Sample) -> LayerLoss {
+        match &self.base {
+            None => sample.loss(&self.correction),
+            Some(base) => sample.loss_through(base, &self.correction),
+        }
+    }
 }
 
 impl Point {
     /// Those that are there, with their names.
     pub fn parts(&self) -> impl Iterator<Item = (&'static str, &Vec<f32>)> {
-        [("decoder", Some(&self.decoder)), ("encoder", self.encoder.as_ref()), ("clip", self.clip.as_ref())]
-            .into_iter()
-            .filter_map(|(name, part)| Some((name, part?)))
+        let all = [
+            ("decoder", Some(&self.decoder)),
+            ("encoder", self.encoder.as_ref()),
+            ("clip", self.clip.as_ref()),
+            ("base_clip", self.base_clip.as_ref()),
+        ];
+        all.into_iter().filter_map(|(name, part)| Some((name, part?)))
     }
 
     pub fn zeros_like(&self) -> Self {
@@ -66,6 +99,7 @@ impl Point {
             decoder: zeros(&self.decoder),
             encoder: self.encoder.as_ref().map(zeros),
             clip: self.clip.as_ref().map(zeros),
+            base_clip: self.base_clip.as_ref().map(zeros),
         }
     }
 
@@ -76,11 +110,15 @@ impl Point {
             to[head * size..(head + 1) * size].copy_from_slice(&from[head * size..(head + 1) * size]);
         };
         copy(&mut self.decoder, &other.decoder);
-        if let (Some(to), Some(from)) = (&mut self.encoder, &other.encoder) {
-            copy(to, from);
-        }
-        if let (Some(to), Some(from)) = (&mut self.clip, &other.clip) {
-            copy(to, from);
+        let optional = [
+            (&mut self.encoder, &other.encoder),
+            (&mut self.clip, &other.clip),
+            (&mut self.base_clip, &other.base_clip),
+        ];
+        for (to, from) in optional {
+            if let (Some(to), Some(from)) = (to, from) {
+                copy(to, from);
+            }
         }
     }
 
@@ -98,6 +136,12 @@ impl Point {
         Correction::of(key, parts)
     }
 
+    /// Clip factors of the base quantizer as a tensor, where they are trained.
+    pub fn base_clip(&self, device: &Device) -> Option<Tensor<3>> {
+        let factors = self.base_clip.as_ref()?;
+        Some(Tensor::from_data(TensorData::new(factors.clone(), [factors.len(), 1, 1]), device))
+    }
+
     /// Points of all layers as one.
     pub fn concat(points: &[Point]) -> Self {
         let join = |part: &dyn Fn(&Point) -> Option<&Vec<f32>>| -> Option<Vec<f32>> {
@@ -107,6 +151,7 @@ impl Point {
             decoder: join(&|p| Some(&p.decoder)).unwrap_or_default(),
             encoder: join(&|p| p.encoder.as_ref()),
             clip: join(&|p| p.clip.as_ref()),
+            base_clip: join(&|p| p.base_clip.as_ref()),
         }
     }
 
@@ -117,6 +162,7 @@ impl Point {
             decoder: part(&self.decoder, i),
             encoder: self.encoder.as_ref().map(|x| part(x, i)),
             clip: self.clip.as_ref().map(|x| part(x, i)),
+            base_clip: self.base_clip.as_ref().map(|x| part(x, i)),
         };
         (0..layers).map(point).collect()
     }
@@ -239,11 +285,11 @@ impl<'a> Samples<'a> {
     }
 
     /// Mean loss of each head over windows.
-    fn mean(&self, windows: std::ops::Range<usize>, correction: &Correction) -> Vec<f64> {
+    fn mean(&self, windows: std::ops::Range<usize>, codec: &Codec) -> Vec<f64> {
         let n = windows.len() as f64;
         let mut sums: Vec<f64> = Vec::new();
         for window in windows {
-            let losses = self.with(window, |sample| sample.loss(correction).by_head);
+            let losses = self.with(window, |sample| codec.loss(sample).by_head);
             sums.resize(losses.len(), 0.0);
             sums.iter_mut().zip(losses).for_each(|(sum, loss)| *sum += loss / n);
         }
@@ -266,8 +312,9 @@ impl LayerTask<'_> {
         [basis.side_heads, basis.head_dim, basis.rank]
     }
 
-    fn correction(&self, point: &Point, device: &Device) -> Correction {
-        point.correction(&self.key, self.shape(), device)
+    fn codec(&self, point: &Point, device: &Device) -> Codec {
+        let base = point.base_clip(device).map(|clip| self.quantizer.clone().with_clip(clip));
+        Codec { correction: point.correction(&self.key, self.shape(), device), base }
     }
 
     /// Trains to the end, from the last checkpoint if there is one.
@@ -344,7 +391,7 @@ impl Course for Samples<'_> {
         let points: Vec<Point> =
             task.candidates.iter().flat_map(|b| initial(&task.key, task.settings, b, task.layer)).collect();
         let losses: Vec<Vec<f64>> =
-            points.iter().map(|p| self.mean(train.clone(), &task.correction(p, &task.device))).collect();
+            points.iter().map(|p| self.mean(train.clone(), &task.codec(p, &task.device))).collect();
         let heads = losses[0].len();
         let mut now = points[0].clone();
         let mut initial_train = 0.0;
@@ -355,7 +402,7 @@ impl Course for Samples<'_> {
             initial_train += own[best];
         }
         let held_out =
-            |point: &Point| self.mean(task.train_windows()..task.windows.len(), &task.correction(point, &task.device));
+            |point: &Point| self.mean(task.train_windows()..task.windows.len(), &task.codec(point, &task.device));
         let losses = InitialLosses {
             train: initial_train,
             held_out: held_out(&now),
@@ -367,12 +414,12 @@ impl Course for Samples<'_> {
     fn step(&self, c: &mut Checkpoint) -> Result<(), LabError> {
         let (task, step) = (self.task, c.header.step);
         let fail = |reason: String| LabError::Training { layer: task.layer, step: step + 1, reason };
-        let correction = task.correction(&c.now, &task.device.clone().autodiff());
+        let codec = task.codec(&c.now, &task.device.clone().autodiff());
         let windows = batch(task.settings, task.train_windows(), head_seed(task.seed, task.layer, 0), step);
         let share = 1.0 / windows.len() as f64;
         let (mut loss, mut graph) = (0.0, None);
         for window in windows {
-            let made = self.with(window, |sample| sample.loss(&correction));
+            let made = self.with(window, |sample| codec.loss(sample));
             loss += share * made.by_head.iter().sum::<f64>();
             let scaled = made.total.mul_scalar(share);
             graph = Some(graph.map_or(scaled.clone(), |sum: Tensor<1>| sum + scaled));
@@ -380,14 +427,14 @@ impl Course for Samples<'_> {
         c.header.check(loss, task.settings).map_err(fail)?;
         let gradients = graph.ok_or_else(|| fail("no windows".into()))?.backward();
         let rate = learning_rate(task.settings, step);
-        let now = updated(&task.key, correction.parts(), &gradients, rate, step, (&mut c.first, &mut c.second));
+        let now = updated(&task.key, codec.leaves(), &gradients, rate, step, (&mut c.first, &mut c.second));
         let heads = c.header.best_loss.len();
         c.advance(now, loss, task.settled, heads, task.settings).map_err(fail)
     }
 
     fn measure(&self, c: &mut Checkpoint) -> Result<(), LabError> {
         let task = self.task;
-        let losses = self.mean(task.train_windows()..task.windows.len(), &task.correction(&c.now, &task.device));
+        let losses = self.mean(task.train_windows()..task.windows.len(), &task.codec(&c.now, &task.device));
         let heads = losses.len();
         c.header.idle += 1;
         for (head, &loss) in losses.iter().enumerate() {
@@ -414,12 +461,17 @@ pub fn initial(key: &KeyScheme, settings: &Settings, basis: &Basis, layer: usize
         balance(&mut decoder, encoder, [heads, d, rank]);
     }
     let encoder = (!settings.tied).then(|| encoder.unwrap_or_else(|| decoder.clone()));
+    let base_clip = settings.train_base_clip.then(|| vec![1.0; heads]);
     if !settings.train_clip {
-        return vec![Point { decoder, encoder, clip: None }];
+        return vec![Point { decoder, encoder, clip: None, base_clip }];
     }
     let width = clip_width(key.side.map(|s| s.scales).unwrap_or_default(), rank);
-    let clipped =
-        |clip: f32| Point { decoder: decoder.clone(), encoder: encoder.clone(), clip: Some(vec![clip; heads * width]) };
+    let clipped = |clip: f32| Point {
+        decoder: decoder.clone(),
+        encoder: encoder.clone(),
+        clip: Some(vec![clip; heads * width]),
+        base_clip: base_clip.clone(),
+    };
     INITIAL_CLIPS.map(clipped).to_vec()
 }
 
@@ -459,10 +511,10 @@ pub fn batch(settings: &Settings, n: usize, seed: u64, step: usize) -> Vec<usize
     (step * size..(step + 1) * size).map(at).collect()
 }
 
-/// The point after one step of AdamW and the correction's constraints; `moments` are read and written.
+/// The point after one step of AdamW and the constraints; `moments` are read and written.
 pub fn updated(
     key: &KeyScheme,
-    parts: Parts,
+    Leaves { parts, base_clip }: Leaves,
     gradients: &Gradients,
     rate: f64,
     step: usize,
@@ -477,8 +529,14 @@ pub fn updated(
     let decoder = adam.update(&parts.decoder, gradient(&parts.decoder), &mut first.decoder, &mut second.decoder);
     let encoder = optional(&parts.encoder, &mut first.encoder, &mut second.encoder);
     let clip = optional(&parts.clip, &mut first.clip, &mut second.clip);
+    let base_clip = optional(&base_clip, &mut first.base_clip, &mut second.base_clip);
     let retracted = Correction::of(key, Parts { decoder, encoder, clip }).retracted().parts();
-    Point { decoder: host(retracted.decoder), encoder: retracted.encoder.map(host), clip: retracted.clip.map(host) }
+    Point {
+        decoder: host(retracted.decoder),
+        encoder: retracted.encoder.map(host),
+        clip: retracted.clip.map(host),
+        base_clip: base_clip.map(|c| host(c.clamp(LEAST_CLIP, 1.0))),
+    }
 }
 
 fn host(x: Tensor<3>) -> Vec<f32> {

@@ -38,9 +38,10 @@ fn how(summary: &Summary) -> Text {
         (true, false) => "one orthonormal matrix, encoder and decoder in one,",
         (true, true) => "one orthonormal matrix, encoder and decoder in one, and clip factors of the side quantizer",
     };
+    let base = if s.train_base_clip { ", with clip factors of the base quantizer," } else { "" };
     let init = if s.init == "best" { "the best closed form of each head".to_string() } else { s.init.clone() };
     Text::code(&summary.scheme).then(format!(
-        ": {trained} trained on the loss {}, beginning with {init}; learning rate {}, {} in a step, at most {}.",
+        ": {trained}{base} trained on the loss {}, beginning with {init}; learning rate {}, {} in a step, at most {}.",
         s.loss,
         format::tick(s.lr),
         plural(s.batch, "window"),
@@ -157,7 +158,9 @@ fn thinned(steps: Vec<Step>) -> (usize, Vec<Step>) {
 }
 
 /// A curve: what it shows, and its value at a step.
-const CURVES: [(&str, fn(&Step) -> f64); 3] =
+type Line = (&'static str, fn(&Step) -> f64);
+
+const CURVES: [Line; 3] =
     [("training", |s| s.loss), ("held out", |s| s.held_out), ("held out, best so far", |s| s.best)];
 
 fn figure(summary: &Summary, measurements: &[Measurement], source: Source) -> Figure {
@@ -168,7 +171,7 @@ fn figure(summary: &Summary, measurements: &[Measurement], source: Source) -> Fi
         (CURVES[2].0, Align::Right, |s| number(Some(s.best))),
     ];
     let (every, steps) = thinned(steps(measurements));
-    let curve = |(series, (_, value)): (usize, &(&str, fn(&Step) -> f64))| Curve {
+    let curve = |(series, (_, value)): (usize, &Line)| Curve {
         series,
         points: steps.iter().map(|s| (s.step as f64, value(s))).collect(),
     };
