@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
+use serde_json::Value;
 
 /// KV-cache quantization measured where the model sees it.
 ///
@@ -39,6 +40,23 @@ pub struct Global {
     /// CPU cores to use. Results do not depend on it.
     #[arg(long, global = true, help_heading = "Everywhere", value_name = "N")]
     pub threads: Option<std::num::NonZeroUsize>,
+    /// A config.json for a model that has none beside it (an ONNX file), or in place of its own.
+    #[arg(long, global = true, help_heading = "Everywhere", value_name = "FILE")]
+    pub model_config: Option<PathBuf>,
+    /// A key of the model's config.json to add or replace, e.g. rope_theta=10000. Repeat for several.
+    #[arg(long, global = true, help_heading = "Everywhere", value_name = "KEY=VALUE", value_parser = setting)]
+    pub model_set: Vec<(String, Value)>,
+}
+
+/// A key and its value: JSON, or else a string.
+fn setting(text: &str) -> Result<(String, Value), String> {
+    match text.split_once('=') {
+        Some((key, value)) if !key.is_empty() => {
+            let value = serde_json::from_str(value).unwrap_or_else(|_| Value::String(value.into()));
+            Ok((key.into(), value))
+        }
+        _ => Err("expected KEY=VALUE, e.g. rope_theta=10000".into()),
+    }
 }
 
 #[derive(Debug, Subcommand)]
@@ -79,7 +97,7 @@ pub struct TextArgs {
 ///
 /// Reads the configuration and the headers of the weights, and checks that every tensor is
 /// there with its shape; reads no weights. MODEL is a folder in Hugging Face layout
-/// (config.json and safetensors), a .gguf file, or a folder with one.
+/// (config.json and safetensors or model.onnx), a .gguf or .onnx file, or a folder with one.
 ///
 /// Example:
 ///
@@ -88,7 +106,7 @@ pub struct TextArgs {
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct Inspect {
-    /// Model folder or .gguf file.
+    /// Model folder, .gguf or .onnx file.
     pub model: PathBuf,
     /// Scheme to account for; repeat for several. A few common ones by default.
     #[arg(long, value_name = "S")]
@@ -116,7 +134,7 @@ pub struct Inspect {
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct Calibrate {
-    /// Model folder or .gguf file.
+    /// Model folder, .gguf or .onnx file.
     pub model: PathBuf,
     #[command(flatten)]
     pub text: TextArgs,
@@ -192,7 +210,7 @@ pub struct Basis {
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct Eval {
-    /// Model folder or .gguf file.
+    /// Model folder, .gguf or .onnx file.
     pub model: PathBuf,
     #[command(flatten)]
     pub text: TextArgs,
@@ -244,7 +262,7 @@ pub struct Eval {
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct Compare {
-    /// Model folder or .gguf file.
+    /// Model folder, .gguf or .onnx file.
     pub model: PathBuf,
     #[command(flatten)]
     pub text: TextArgs,
@@ -297,7 +315,7 @@ pub struct Compare {
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct Diagnose {
-    /// Model folder or .gguf file.
+    /// Model folder, .gguf or .onnx file.
     pub model: PathBuf,
     /// Text to measure on, UTF-8; repeat for several; each gives its own windows.
     #[arg(long, required = true, value_name = "FILE")]
@@ -366,7 +384,7 @@ pub struct Diagnose {
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct Finetune {
-    /// Model folder or .gguf file.
+    /// Model folder, .gguf or .onnx file.
     pub model: PathBuf,
     #[command(flatten)]
     pub text: TextArgs,

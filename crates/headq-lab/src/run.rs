@@ -37,6 +37,12 @@ pub struct RunConfig {
     /// Begin every window with the beginning-of-sequence token.
     #[serde(default)]
     pub add_bos: bool,
+    /// A `config.json` for a model that has none beside it, or in place of its own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model_config: Option<String>,
+    /// Keys of the model's `config.json` to add or replace.
+    #[serde(default, skip_serializing_if = "serde_json::Map::is_empty")]
+    pub model_set: serde_json::Map<String, serde_json::Value>,
     /// Text to calibrate on; needed where a scheme has a side code and no basis file covers it. A diagnosis without it calibrates on
     /// windows of its own text that it does not measure on.
     pub calibrate: Option<TextConfig>,
@@ -204,6 +210,15 @@ fn default_device() -> String {
 }
 
 impl RunConfig {
+    /// How the model is loaded.
+    pub fn load_options(&self) -> LoadOptions {
+        LoadOptions {
+            config: self.model_config.as_ref().map(Into::into),
+            settings: self.model_set.clone(),
+            ..LoadOptions::default()
+        }
+    }
+
     /// Reads a configuration and resolves its paths and environment variables.
     ///
     /// # Errors
@@ -236,6 +251,7 @@ impl RunConfig {
             Ok(())
         };
         resolve(&mut config.model)?;
+        config.model_config.iter_mut().try_for_each(&resolve)?;
         let texts = [
             config.eval.as_mut().map(|c| &mut c.text),
             config.diagnose.as_mut().map(|c| &mut c.text),
@@ -536,7 +552,7 @@ pub fn run(
         config.eval.as_ref().ok_or_else(|| LabError::Usage("this configuration has no [eval] section".into()))?;
     let schemes: Vec<Scheme> = eval.schemes.iter().map(|s| s.parse()).collect::<Result<_, headq::Error>>()?;
     let device = parse_device(&config.device)?;
-    let loaded = load(&config.model, &device, &LoadOptions::default())?;
+    let loaded = load(&config.model, &device, &config.load_options())?;
     schemes.iter().try_for_each(|s| s.check(loaded.config().head_dim))?;
     let tokenizer = loaded.tokenizer()?;
     let eval_texts = windows(&eval.text, &tokenizer, &window_options(config, eval))?;

@@ -11,7 +11,7 @@ use headq_models::{LoadOptions, load};
 use safetensors::tensor::Dtype;
 
 fn conforms(name: &str, config_file: &str) {
-    let options = LoadOptions { config_file: config_file.into() };
+    let options = LoadOptions { config_file: config_file.into(), ..LoadOptions::default() };
     let loaded = load(fixture(name), &Device::flex(), &options).unwrap();
     let (model, config, expected) = (&loaded.model, loaded.config(), Expected::of(name));
     let ids = model.ids(&expected.ids(), 2, 0).unwrap();
@@ -44,7 +44,7 @@ fn all_checkpoints_match_transformers() {
 fn configs_of_transformers_4_give_the_same_model() {
     for name in ALL {
         conforms(name, "config_v4.json");
-        let v4 = LoadOptions { config_file: "config_v4.json".into() };
+        let v4 = LoadOptions { config_file: "config_v4.json".into(), ..LoadOptions::default() };
         let (new, old) = (open(&fixture(name)).unwrap(), load(fixture(name), &Device::flex(), &v4).unwrap());
         assert_eq!(new.config(), old.config(), "{name}");
         assert_eq!(new.fingerprint, old.fingerprint, "{name}");

@@ -30,6 +30,8 @@ pub struct Context {
     pub device: Option<String>,
     pub seed: Option<u64>,
     pub threads: usize,
+    /// How models are loaded.
+    pub load_options: LoadOptions,
 }
 
 impl Context {
@@ -44,7 +46,13 @@ impl Context {
         if let Err(error) = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global() {
             tracing::warn!("using the default number of threads: {error}");
         }
-        Self { json: global.json, bars: Bars::new(global.quiet), device: global.device, seed: global.seed, threads }
+        let load_options = LoadOptions {
+            config: global.model_config,
+            settings: global.model_set.into_iter().collect(),
+            ..LoadOptions::default()
+        };
+        let bars = Bars::new(global.quiet);
+        Self { json: global.json, bars, device: global.device, seed: global.seed, threads, load_options }
     }
 
     pub fn device_name(&self) -> String {
@@ -70,13 +78,13 @@ impl Context {
     /// Loads the texts and the model, saying first what it will take.
     pub fn load(&self, model: &Path, text: &TextArgs) -> Result<(LoadedModel, Vec<Windows>), LabError> {
         let device = parse_device(&self.device_name())?;
-        let options = LoadOptions::default();
-        let described = describe(model, &options)?;
+        let options = &self.load_options;
+        let described = describe(model, options)?;
         // Texts first: they are quick to read, and most mistakes are in them.
-        let tokenizer = headq_models::tokenizer(model, &options)?;
+        let tokenizer = headq_models::tokenizer(model, options)?;
         let windows = windows(&text.text, &tokenizer, text)?;
         self.say_memory(&described, text.context, windows.iter().map(|w| w.windows.len()).sum());
-        Ok((load(model, &device, &options)?, windows))
+        Ok((load(model, &device, options)?, windows))
     }
 
     /// Says what a pass will need, and warns where the machine has less.

@@ -28,7 +28,7 @@ use std::path::Path;
 
 use headq::metrics::excess_removed;
 use headq::{HeadDiagnostics, Scheme};
-use headq_models::{LoadOptions, LoadedModel, load};
+use headq_models::{LoadedModel, load};
 
 use self::candidates::{Asked, Candidate, Candidates};
 use self::data::{BootstrapInfo, ComparedBasis, Comparison, PairAngles, Seen};
@@ -288,7 +288,7 @@ pub fn run(
     let section = config.compare.as_ref().ok_or_else(missing)?;
     let asked = section.asked()?;
     let device = parse_device(&config.device)?;
-    let loaded = load(&config.model, &device, &LoadOptions::default())?;
+    let loaded = load(&config.model, &device, &config.load_options())?;
     let tokenizer = loaded.tokenizer()?;
     let own = WindowOptions {
         max_chars: section.max_chars,

@@ -26,7 +26,7 @@ use std::collections::HashSet;
 use std::path::Path;
 
 use headq::scheme::{BaseScheme, Family, Scheme};
-use headq_models::{LoadOptions, LoadedModel, load};
+use headq_models::{LoadedModel, load};
 
 use self::chain::Chain;
 use self::data::{Calibration, Diagnosis, LINKS};
@@ -208,7 +208,7 @@ pub fn diagnose(
     let links = asked_links(asked.links.as_deref()).map_err(LabError::Usage)?;
     let base: BaseScheme = asked.base.parse()?;
     let device = parse_device(&config.device)?;
-    let loaded = load(&config.model, &device, &LoadOptions::default())?;
+    let loaded = load(&config.model, &device, &config.load_options())?;
     let plan = Plan { base, rank: asked.rank, bits: asked.bits, head_dim: loaded.config().head_dim };
     let texts = Texts::load(config, asked, &loaded)?;
     check_distinct(&texts.measured)?;
