@@ -4,8 +4,9 @@
 
 use std::path::{Path, PathBuf};
 
-use half::f16;
 use onnx_ir::{Message, ModelProto, NodeProto, TensorProto};
+
+mod assemble;
 
 use crate::common::fixture;
 
@@ -25,7 +26,7 @@ pub fn all() -> Vec<(String, String)> {
         }
     }
     all.sort();
-    assert!(all.len() >= 35, "fixtures are missing: {all:?}");
+    assert!(all.len() >= 38, "fixtures are missing: {all:?}");
     all
 }
 
@@ -42,14 +43,8 @@ pub struct Export {
 impl Export {
     /// A graph with its weights, and the checkpoint's config; not written yet.
     pub fn of(name: &str, variant: &str) -> Self {
-        let bytes = std::fs::read(graphs().join(name).join(format!("{variant}.onnx"))).unwrap();
-        let mut model = ModelProto::parse_from_bytes(&bytes).unwrap();
-        let weights = std::fs::read(fixture(name).join("model.safetensors")).unwrap();
-        for tensor in &mut model.graph.as_mut().unwrap().initializer {
-            if !tensor.external_data.is_empty() {
-                fill(tensor, &weights);
-            }
-        }
+        let graph = graphs().join(name).join(format!("{variant}.onnx"));
+        let model = assemble::model(&graph, &fixture(name).join("model.safetensors"));
         let dir = tempfile::tempdir().unwrap();
         std::fs::copy(fixture(name).join("config.json"), dir.path().join("config.json")).unwrap();
         Self { model, dir }
@@ -125,32 +120,6 @@ pub fn set(tensor: &mut TensorProto, key: &str, value: &str) {
     (entry.key, entry.value) = (key.into(), value.into());
     // Nor has the location's: field 14, a number, 1 for external.
     tensor.data_location = TensorProto::parse_from_bytes(&[14 << 3, 1]).unwrap().data_location;
-}
-
-/// The value of an entry of a tensor's external data.
-pub fn get<'a>(tensor: &'a TensorProto, key: &str) -> Option<&'a str> {
-    tensor.external_data.iter().find(|e| e.key == key).map(|e| e.value.as_str())
-}
-
-fn fill(tensor: &mut TensorProto, weights: &[u8]) {
-    let number = |key: &str| get(tensor, key).unwrap().parse::<usize>().unwrap();
-    let stored = &weights[number("offset")..][..number("length")];
-    let mut elements: Vec<[u8; 4]> = stored.as_chunks::<4>().0.to_vec();
-    if get(tensor, "transposed").is_some() {
-        let [rows, columns] = [tensor.dims[0] as usize, tensor.dims[1] as usize];
-        elements = (0..rows * columns).map(|i| elements[i % columns * rows + i / columns]).collect();
-    }
-    tensor.raw_data = match tensor.data_type {
-        F32 => elements.into_flattened().into(),
-        F16 => elements
-            .into_iter()
-            .flat_map(|b| f16::from_f32(f32::from_le_bytes(b)).to_le_bytes())
-            .collect::<Vec<_>>()
-            .into(),
-        other => panic!("unexpected type {other}"),
-    };
-    tensor.external_data.clear();
-    tensor.data_location = Default::default();
 }
 
 /// A node of the standard operators.
