@@ -1,9 +1,9 @@
 //! Commands on ONNX exports: the same numbers as on the checkpoint that was exported.
 #![allow(clippy::unwrap_used, missing_docs)]
 
-mod common;
 #[path = "../../headq-models/tests/onnx_files/assemble.rs"]
 mod assemble;
+mod common;
 
 use common::{GQA, SIDE, World, repository};
 use onnx_ir::Message;
@@ -32,7 +32,8 @@ fn fails(world: &World, args: &[&str], status: i32, needles: &[&str]) {
 fn an_export_serves_as_its_checkpoint() {
     let world = World::new(GQA).calibrated();
     let schemes = ["--scheme", SIDE, "--stats", "stats.safetensors"];
-    let identity = |world: &World, model: &str| world.prints(&["inspect", model, "--fingerprint"])["fingerprint"].clone();
+    let identity =
+        |world: &World, model: &str| world.prints(&["inspect", model, "--fingerprint"])["fingerprint"].clone();
     let (expected, original) = (world.eval(&schemes), identity(&world, "model"));
     export(&world, "optimum");
     for model in ["model", "model/model.onnx"] {

@@ -126,7 +126,8 @@ impl<'a> Search<'a> {
                 match node.filter(|n| n.op() == "Add") {
                     Some(node) => open.extend(node.inputs.iter().flatten()),
                     None => {
-                        let label = node.map_or(format!("`{}`", self.graph.name(value)), |n| n.label());
+                        let name = || format!("the constant or input `{}`", self.graph.name(value));
+                        let label = node.map_or_else(name, |n| n.label());
                         return Err(self.unknown(format!("{label} in the residual stream")));
                     }
                 }
