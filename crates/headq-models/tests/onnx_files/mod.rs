@@ -26,7 +26,7 @@ pub fn all() -> Vec<(String, String)> {
         }
     }
     all.sort();
-    assert!(all.len() >= 38, "fixtures are missing: {all:?}");
+    assert!(all.len() >= 40, "fixtures are missing: {all:?}");
     all
 }
 

@@ -286,14 +286,8 @@ impl<'a> Search<'a> {
             let node = &graph.nodes[**n];
             node.op() == "MatMul" && node.inputs.iter().flatten().all(|&v| self.live[v])
         };
-        let whole = block.behind.nodes.iter().find(|n| graph.nodes[**n].op() == "Attention");
-        if let Some(node) = whole.map(|n| &graph.nodes[*n]) {
-            if let (Some(query), Some(key), Some(value)) = (node.input(0), node.input(1), node.input(2)) {
-                if node.float("softcap", 0.0) != 0.0 {
-                    return Err(self.unknown(format!("{} with a soft cap on the scores", node.label())));
-                }
-                return Ok(Operands { query, key, value, scored: None, whole: whole.copied() });
-            }
+        if let Some(&whole) = block.behind.nodes.iter().find(|n| graph.nodes[**n].op() == "Attention") {
+            return self.operator(whole);
         }
         let products: Vec<usize> = block.behind.nodes.iter().filter(is_product).copied().collect();
         if let [weighted, scores] = products[..] {
@@ -308,6 +302,20 @@ impl<'a> Search<'a> {
             }
         }
         Err(self.unknown(format!("attention that is not softmax(q · kᵀ) · v in layer {number}")))
+    }
+
+    /// The operands of attention as one operator.
+    fn operator(&self, index: usize) -> Result<Operands, ModelError> {
+        let node = &self.graph.nodes[index];
+        if node.float("softcap", 0.0) != 0.0 {
+            return Err(self.unknown(format!("{} with a soft cap on the scores", node.label())));
+        }
+        match (node.input(0), node.input(1), node.input(2)) {
+            (Some(query), Some(key), Some(value)) => {
+                Ok(Operands { query, key, value, scored: None, whole: Some(index) })
+            }
+            _ => Err(self.unknown(format!("{} without queries, keys and values", node.label()))),
+        }
     }
 
     /// What is done to the scores: their factor, and that nothing else is.
