@@ -9,7 +9,8 @@ use onnx_ir::Message;
 mod assemble;
 
 fn main() {
-    let fixtures = PathBuf::from(std::env::var("CARGO_MANIFEST_DIR").unwrap()).join("../../crates/headq-models/tests/fixtures");
+    let fixtures =
+        PathBuf::from(std::env::var("CARGO_MANIFEST_DIR").unwrap()).join("../../crates/headq-models/tests/fixtures");
     let out = PathBuf::from(std::env::var("OUT_DIR").unwrap());
     let mut models = burn_onnx::ModelGen::new();
     for name in ["gpt2", "llama-untied", "pythia"] {

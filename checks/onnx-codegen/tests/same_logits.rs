@@ -15,7 +15,8 @@ fn ids() -> Vec<u32> {
 }
 
 fn compare(name: &str, generated: impl Fn(Tensor<2, Int>) -> Tensor<3>) {
-    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../crates/headq-models/tests/fixtures/tiny").join(name);
+    let fixture =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../crates/headq-models/tests/fixtures/tiny").join(name);
     let options = LoadOptions { config: Some(fixture.join("config.json")), ..LoadOptions::default() };
     let file = Path::new(onnx_codegen_check::EXPORTS).join(format!("{name}.onnx"));
     let imported = load(file, &Device::flex(), &options).unwrap().model;

@@ -21,9 +21,13 @@ pub(crate) fn check(config: &ModelConfig, file: &str, model: &OnnxModel) -> Resu
         Err(ModelError::Config { file: file.into(), key: key.into(), expected, found })
     };
     let close = |a: f64, b: f64| (a - b).abs() <= ROUNDING * b.abs();
-    let fused = !matches!(config.architecture.names.qkv, QkvNames::Separate(_));
-    let kind = (f.norm, f.gated, f.positions.is_some(), f.fused);
-    if kind != (config.norm, config.gated_mlp, config.rope.is_none(), fused) {
+    let (fused, by_head) = match config.architecture.names.qkv {
+        QkvNames::Separate(_) => (false, false),
+        QkvNames::Fused(_) => (true, false),
+        QkvNames::PerHead(_) => (true, true),
+    };
+    let kind = (f.norm, f.gated, f.positions.is_some(), f.fused, f.by_head);
+    if kind != (config.norm, config.gated_mlp, config.rope.is_none(), fused, by_head) {
         return differ("model_type", describe(&f), config.architecture.name.into());
     }
     if f.layers != config.num_layers {
@@ -80,7 +84,11 @@ fn describe(f: &Facts) -> String {
         "a decoder with {}, {} positions, {} and {}",
         if f.norm == NormKind::Rms { "RMS normalisation" } else { "layer normalisation" },
         if f.positions.is_some() { "learned" } else { "rotary" },
-        if f.fused { "one matrix for query, key and value" } else { "matrices for query, key and value" },
+        match (f.fused, f.by_head) {
+            (false, _) => "matrices for query, key and value",
+            (true, false) => "one matrix for query, key and value",
+            (true, true) => "one matrix for query, key and value head by head",
+        },
         if f.gated { "a gated MLP" } else { "an MLP without a gate" },
     )
 }
@@ -128,12 +136,12 @@ pub(crate) fn infer(model: &OnnxModel, settings: &Map<String, Value>) -> Result<
 
 fn architecture(f: &Facts) -> Option<&'static str> {
     let [qkv, out, _] = f.biases;
-    match (f.norm, f.positions.is_some(), f.fused, f.gated) {
-        (NormKind::Layer, true, true, false) => Some("gpt2"),
-        (NormKind::Layer, false, true, false) => Some("gpt_neox"),
-        (NormKind::Rms, false, false, true) if qkv && !out => Some("qwen2"),
-        (NormKind::Rms, false, false, true) if f.windows.iter().all(|w| w.is_some()) => Some("mistral"),
-        (NormKind::Rms, false, false, true) if f.windows.iter().all(|w| w.is_none()) => Some("llama"),
+    match (f.norm, f.positions.is_some(), (f.fused, f.by_head), f.gated) {
+        (NormKind::Layer, true, (true, false), false) => Some("gpt2"),
+        (NormKind::Layer, false, (true, true), false) => Some("gpt_neox"),
+        (NormKind::Rms, false, (false, _), true) if qkv && !out => Some("qwen2"),
+        (NormKind::Rms, false, (false, _), true) if f.windows.iter().all(|w| w.is_some()) => Some("mistral"),
+        (NormKind::Rms, false, (false, _), true) if f.windows.iter().all(|w| w.is_none()) => Some("llama"),
         _ => None,
     }
 }

@@ -187,6 +187,14 @@ fn parts_that_are_not_known() {
         g.initializer.push(tensor("key norm", &[8], &[1.5; 8]));
     };
     edited("llama-untied", "model", key_norm, &["Mul", "the weight `key norm`"]);
+    // x · σ(1.702 x) is not x · σ(x).
+    let quick = |g: &mut GraphProto| {
+        let at = g.node.iter().position(|n| n.op_type == "Sigmoid").unwrap();
+        let gate = std::mem::replace(&mut g.node[at].input[0], "quick".into());
+        g.node.insert(at, node("Mul", &[&gate, "1.702"], "quick"));
+        g.initializer.push(tensor("1.702", &[], &[1.702]));
+    };
+    edited("llama-untied", "model", quick, &["non-linearity", "Sigmoid", "MLP of layer 0"]);
     // A layer that no other reads.
     let cut = |g: &mut GraphProto| {
         let down = g.initializer.iter().find(|t| t.dims == [256, 128]).unwrap().name.clone();

@@ -8,11 +8,12 @@
 
 use std::collections::{BTreeSet, HashSet};
 
-use super::file::unsupported;
-use super::graph::{Behind, Graph, Value};
+use super::file::{Constant, unsupported};
+use super::graph::{Behind, Graph, Value, numbers};
 use super::parts::{Linear, Linears, Norm, Table, norm, table, vector_operand};
 use crate::config::Activation;
 use crate::error::ModelError;
+use crate::source::StoredType;
 
 /// Non-linearities of MLPs, and what exporters write out for them.
 const NONLINEAR: &[&str] = &["Sigmoid", "Swish", "Erf", "Gelu", "Tanh", "Relu"];
@@ -43,9 +44,12 @@ pub(super) struct Layer {
     /// Gate and up; or up alone.
     pub mlp_in: Vec<Linear>,
     pub mlp_out: Linear,
-    pub activation: Option<Activation>,
-    /// Width of what queries are reshaped to before attention: a head, or three where they are fused head by head.
+    pub activation: Activation,
+    /// Width of the heads that queries are reshaped to before attention.
     pub head_width: Option<usize>,
+    /// Whether that is done to the output of a projection as a whole: where query, key and value are one, the width is that of
+    /// three, head by head.
+    pub by_head: bool,
     /// Factor on the scores, where it is a constant.
     pub scale: Option<f64>,
     pub window: Option<usize>,
@@ -142,10 +146,22 @@ impl<'a> Search<'a> {
             let what = format!("a graph with {} blocks of attention and {} of MLPs", attentions.len(), mlps.len());
             return Err(self.unknown(what));
         }
+        let parallel_residual = self.depth(&mlps[0]).is_empty();
+        let layers = self.layers(&attentions, &mlps, parallel_residual)?;
+        let blocks: Vec<Block> = attentions.into_iter().chain(mlps).collect();
+        let (head, norm) = self.head(&blocks)?;
+        let (tokens, positions) = self.embeddings()?;
+        let frequencies = self.frequencies();
+        let decoder = Decoder { tokens, positions, layers, norm, head, parallel_residual, frequencies };
+        self.check_nothing_is_left(&decoder)?;
+        Ok(decoder)
+    }
+
+    /// The layers in order: each block must read all that was written before it, and nothing else.
+    fn layers(&self, attentions: &[Block], mlps: &[Block], parallel: bool) -> Result<Vec<Layer>, ModelError> {
         let mut written = BTreeSet::new();
-        let parallel = self.depth(&mlps[0]).is_empty();
         let mut layers = Vec::with_capacity(mlps.len());
-        for (number, (attention, mlp)) in attentions.iter().zip(&mlps).enumerate() {
+        for (number, (attention, mlp)) in attentions.iter().zip(mlps).enumerate() {
             let before = written.clone();
             written.insert(attention.writer);
             let between = if parallel { &before } else { &written };
@@ -155,35 +171,33 @@ impl<'a> Search<'a> {
             layers.push(self.layer(number, attention, mlp)?);
             written.insert(mlp.writer);
         }
-        let used: BTreeSet<usize> =
-            attentions.iter().chain(&mlps).flat_map(|b| b.readers.iter().chain([&b.writer])).copied().collect();
-        let heads = (0..self.linears.all.len()).filter(|i| self.readers[*i].is_some() && !used.contains(i));
-        let mut heads = heads.filter(|i| self.live[self.linears.all[*i].output]);
-        let (head, norm) = match (heads.next(), heads.next()) {
-            (Some(index), None) => (self.linears.all[index].clone(), self.readers[index].as_ref()),
-            (None, _) => return Err(self.unknown("a graph without an output head (a product of normalised states)")),
-            (Some(_), Some(_)) => return Err(self.unknown("a graph with several output heads")),
+        Ok(layers)
+    }
+
+    /// The reader that belongs to no block, and its normalisation.
+    fn head(&self, blocks: &[Block]) -> Result<(Linear, Norm), ModelError> {
+        let in_blocks: BTreeSet<usize> = blocks.iter().flat_map(|b| &b.readers).copied().collect();
+        let written: BTreeSet<usize> = blocks.iter().map(|b| b.writer).collect();
+        let candidates = self.readers.iter().zip(&self.linears.all).enumerate();
+        let heads: Vec<(&Reader, &Linear)> = candidates
+            .filter(|(index, (_, linear))| !in_blocks.contains(index) && self.live[linear.output])
+            .filter_map(|(_, (reader, linear))| Some((reader.as_ref()?, linear)))
+            .collect();
+        let [(reader, head)] = heads[..] else {
+            return Err(
+                self.unknown(format!("a graph with {} output heads (products of normalised states)", heads.len()))
+            );
         };
         if head.bias.is_some() {
             return Err(self.unknown(format!("the bias on the output head's {}", head.label)));
         }
-        let norm = norm.filter(|r| r.depth == written).map(|r| r.norm.clone());
-        let norm = norm.ok_or_else(|| self.unknown("an output head that does not read all layers"))?;
+        if reader.depth != written {
+            return Err(self.unknown("an output head that does not read all layers"));
+        }
         if !self.graph.outputs.iter().any(|o| self.graph.strip(*o) == head.output) {
             return Err(self.unknown(format!("an operator between the head's {} and the logits", head.label)));
         }
-        let (tokens, positions) = self.embeddings()?;
-        let decoder = Decoder {
-            tokens,
-            positions,
-            layers,
-            norm,
-            head,
-            parallel_residual: parallel,
-            frequencies: self.frequencies(),
-        };
-        self.check_nothing_is_left(&decoder)?;
-        Ok(decoder)
+        Ok((head.clone(), reader.norm.clone()))
     }
 
     fn depth(&self, block: &Block) -> &BTreeSet<usize> {
@@ -245,6 +259,7 @@ impl<'a> Search<'a> {
         let norm = |block: &Block| self.readers[block.readers[0]].as_ref().expect("a reader").norm.clone();
         let (qkv, scores) = self.attention(number, attention)?;
         let (mlp_in, activation) = self.mlp(number, mlp)?;
+        let heads = self.heads(scores.query);
         Ok(Layer {
             attention_norm: norm(attention),
             qkv: get(&qkv),
@@ -253,7 +268,8 @@ impl<'a> Search<'a> {
             mlp_in: get(&mlp_in),
             mlp_out: self.linears.all[mlp.writer].clone(),
             activation,
-            head_width: self.head_width(scores.query),
+            head_width: heads.map(|(width, _)| width),
+            by_head: heads.is_some_and(|(_, whole)| whole),
             scale: scores.scale,
             window: self.window(&attention.behind),
         })
@@ -343,11 +359,12 @@ impl<'a> Search<'a> {
         Ok(Scores { query: operands.query, scale })
     }
 
-    /// The last width that queries are reshaped to.
-    fn head_width(&self, query: Value) -> Option<usize> {
+    /// The last width that queries are reshaped to, and whether what is reshaped is the output of a linear layer.
+    fn heads(&self, query: Value) -> Option<(usize, bool)> {
         let behind = self.graph.behind(query, |v| !self.live[v] || self.linears.by_output.contains_key(&v));
         let reshape = behind.nodes.iter().map(|n| &self.graph.nodes[*n]).find(|n| n.op() == "Reshape")?;
-        usize::try_from(self.graph.last_dimension(reshape.input(1)?)?).ok().filter(|width| *width > 0)
+        let width = usize::try_from(self.graph.last_dimension(reshape.input(1)?)?).ok().filter(|width| *width > 0)?;
+        Some((width, self.linears.by_output.contains_key(&reshape.input(0)?)))
     }
 
     /// A mask by which keys must come after the query's position less a constant.
@@ -366,7 +383,7 @@ impl<'a> Search<'a> {
     }
 
     /// The readers as gate and up, or up alone, and the non-linearity.
-    fn mlp(&self, number: usize, block: &Block) -> Result<(Vec<usize>, Option<Activation>), ModelError> {
+    fn mlp(&self, number: usize, block: &Block) -> Result<(Vec<usize>, Activation), ModelError> {
         let nonlinear: Vec<usize> =
             block.behind.nodes.iter().filter(|n| self.graph.nodes[**n].is(NONLINEAR)).copied().collect();
         let [one] = nonlinear[..] else {
@@ -388,9 +405,12 @@ impl<'a> Search<'a> {
             "Relu" if direct => Some(Activation::Relu),
             "Gelu" if node.attribute("approximate").is_some_and(|a| &a.s[..] == b"tanh") => Some(Activation::GeluTanh),
             "Gelu" | "Erf" => Some(Activation::Gelu),
-            "Tanh" => Some(Activation::GeluTanh),
+            "Tanh" if !direct => Some(Activation::GeluTanh),
             _ => None,
         };
+        let activation = activation.ok_or_else(|| {
+            self.unknown(format!("the non-linearity with {} in the MLP of layer {number}", node.label()))
+        })?;
         Ok((readers, activation))
     }
 
@@ -400,8 +420,9 @@ impl<'a> Search<'a> {
         let behind = self.graph.behind(cosine.input(0)?, |_| false);
         let inputs = behind.nodes.iter().flat_map(|n| self.graph.nodes[*n].inputs.iter().flatten());
         let views: Vec<usize> = inputs.filter_map(|v| self.graph.view(*v)).map(|v| v.constant).collect();
-        let mut tables = views.iter().map(|c| &self.graph.constants[*c]).filter(|c| c.is_float() && c.elements() > 1);
-        super::graph::numbers(tables.next()?)
+        // In half precision they would not be those that the model was trained with.
+        let precise = |c: &&Constant| matches!(c.stored, StoredType::F32 | StoredType::F64) && c.elements() > 1;
+        numbers(views.iter().map(|c| &self.graph.constants[*c]).find(precise)?)
     }
 
     /// Every weight that the logits depend on must have found its place.

@@ -47,6 +47,8 @@ pub(crate) struct Facts {
     pub kv_width: usize,
     /// Whether query, key and value are one projection.
     pub fused: bool,
+    /// Whether that has its outputs head by head, rather than all queries, all keys, all values.
+    pub by_head: bool,
     pub head_dim: Option<usize>,
     pub norm: NormKind,
     pub norm_eps: Option<f64>,
@@ -87,9 +89,7 @@ impl OnnxModel {
         let first = &d.layers[0];
         let fused = first.qkv.len() == 1;
         let width = |linears: &[Linear], i: usize| linears.get(i).map_or(0, |l| l.shape[1]);
-        let learned = d.positions.is_some();
-        // Where query, key and value are fused head by head, they are reshaped before they are split.
-        let widths = if fused && !learned { 3 } else { 1 };
+        let by_head = fused && d.layers.iter().all(|l| l.by_head);
         let biased = |linears: &[&Linear]| linears.iter().any(|l| l.bias.is_some());
         let [query_width, kv_width] =
             if fused { [width(&first.qkv, 0) / 3; 2] } else { [width(&first.qkv, 0), width(&first.qkv, 1)] };
@@ -101,10 +101,11 @@ impl OnnxModel {
             query_width,
             kv_width,
             fused,
-            head_dim: common(&d.layers, |l| l.head_width).map(|w| w / widths),
+            by_head,
+            head_dim: common(&d.layers, |l| l.head_width).map(|w| if by_head { w / 3 } else { w }),
             norm: d.norm.kind,
             norm_eps: common(&d.layers, |l| l.attention_norm.eps),
-            activation: common(&d.layers, |l| l.activation),
+            activation: common(&d.layers, |l| Some(l.activation)),
             gated: first.mlp_in.len() == 2,
             parallel_residual: d.parallel_residual,
             positions: d.positions.map(|t| t.shape[0]),
