@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 use headq::device::Precision;
+use serde_json::Value;
 
 /// KV-cache quantization measured where the model sees it.
 ///
@@ -45,6 +46,23 @@ pub struct Global {
     /// CPU cores to use. Results do not depend on it.
     #[arg(long, global = true, help_heading = "Everywhere", value_name = "N")]
     pub threads: Option<std::num::NonZeroUsize>,
+    /// A config.json for a model that has none beside it (an ONNX file), or in place of its own.
+    #[arg(long, global = true, help_heading = "Everywhere", value_name = "FILE")]
+    pub model_config: Option<PathBuf>,
+    /// A key of the model's config.json to add or replace, e.g. rope_theta=10000. Repeat for several.
+    #[arg(long, global = true, help_heading = "Everywhere", value_name = "KEY=VALUE", value_parser = setting)]
+    pub model_set: Vec<(String, Value)>,
+}
+
+/// A key and its value: JSON, or else a string.
+fn setting(text: &str) -> Result<(String, Value), String> {
+    match text.split_once('=') {
+        Some((key, value)) if !key.is_empty() => {
+            let value = serde_json::from_str(value).unwrap_or_else(|_| Value::String(value.into()));
+            Ok((key.into(), value))
+        }
+        _ => Err("expected KEY=VALUE, e.g. rope_theta=10000".into()),
+    }
 }
 
 #[derive(Debug, Subcommand)]
@@ -88,8 +106,8 @@ pub struct TextArgs {
 ///
 /// Reads the configuration and the headers of the weights, and checks that every tensor is
 /// there with its shape; reads no weights. MODEL is a folder in Hugging Face layout
-/// (config.json and safetensors), a .gguf file, a folder with one, or the name of a model on
-/// the Hugging Face hub, which is fetched on first use (`headq pull --help`).
+/// (config.json and safetensors or model.onnx), a .gguf or .onnx file, a folder with one, or the
+/// name of a model on the Hugging Face hub, which is fetched on first use (`headq pull --help`).
 ///
 /// Example:
 ///
@@ -98,7 +116,7 @@ pub struct TextArgs {
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct Inspect {
-    /// Model folder, .gguf file, or hf:ORG/NAME[@REV][:FILE].
+    /// Model folder, .gguf or .onnx file, or hf:ORG/NAME[@REV][:FILE].
     pub model: PathBuf,
     /// Scheme to account for; repeat for several. A few common ones by default.
     #[arg(long, value_name = "S")]
@@ -150,7 +168,7 @@ pub struct Pull {
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct Calibrate {
-    /// Model folder, .gguf file, or hf:ORG/NAME[@REV][:FILE].
+    /// Model folder, .gguf or .onnx file, or hf:ORG/NAME[@REV][:FILE].
     pub model: PathBuf,
     #[command(flatten)]
     pub text: TextArgs,
@@ -226,7 +244,7 @@ pub struct Basis {
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct Eval {
-    /// Model folder, .gguf file, or hf:ORG/NAME[@REV][:FILE].
+    /// Model folder, .gguf or .onnx file, or hf:ORG/NAME[@REV][:FILE].
     pub model: PathBuf,
     #[command(flatten)]
     pub text: TextArgs,
@@ -278,7 +296,7 @@ pub struct Eval {
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct Compare {
-    /// Model folder, .gguf file, or hf:ORG/NAME[@REV][:FILE].
+    /// Model folder, .gguf or .onnx file, or hf:ORG/NAME[@REV][:FILE].
     pub model: PathBuf,
     #[command(flatten)]
     pub text: TextArgs,
@@ -331,7 +349,7 @@ pub struct Compare {
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct Diagnose {
-    /// Model folder, .gguf file, or hf:ORG/NAME[@REV][:FILE].
+    /// Model folder, .gguf or .onnx file, or hf:ORG/NAME[@REV][:FILE].
     pub model: PathBuf,
     /// Text to measure on, UTF-8; repeat for several; each gives its own windows.
     #[arg(long, required = true, value_name = "FILE")]
@@ -400,7 +418,7 @@ pub struct Diagnose {
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct Finetune {
-    /// Model folder, .gguf file, or hf:ORG/NAME[@REV][:FILE].
+    /// Model folder, .gguf or .onnx file, or hf:ORG/NAME[@REV][:FILE].
     pub model: PathBuf,
     #[command(flatten)]
     pub text: TextArgs,

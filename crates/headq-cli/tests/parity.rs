@@ -106,7 +106,9 @@ fn assert_parity(device: &str, found: &Value, flex: &Value) {
     assert_eq!(found.len(), flex.len());
     for (a, b) in found.iter().zip(flex) {
         assert_eq!(a["scheme"], b["scheme"]);
-        for (field, tolerance) in [("ppl", 1e-3), ("key_mse", 1e-3), ("fisher", 1e-2), ("kl", 1e-2), ("output_error", 1e-2)] {
+        for (field, tolerance) in
+            [("ppl", 1e-3), ("key_mse", 1e-3), ("fisher", 1e-2), ("kl", 1e-2), ("output_error", 1e-2)]
+        {
             let what = format!("{device}, {}, {field}", a["scheme"]);
             match (&a[field], &b[field]) {
                 (Value::Null, Value::Null) => {}
@@ -130,7 +132,8 @@ fn decoder(artifact: &BasisArtifact, layer: usize, head: usize) -> DMatrix<f64> 
 fn assert_bases_agree(device: &str, found: &Path, flex: &Path) -> usize {
     let basis = "basis-query-pca-rank4-kv-head-kivi-2_g32_r32.safetensors";
     let stats = StatsArtifact::load(&flex.join("stats-kivi-2_g32_r32.safetensors")).unwrap();
-    let (found, flex) = (BasisArtifact::load(&found.join(basis)).unwrap(), BasisArtifact::load(&flex.join(basis)).unwrap());
+    let (found, flex) =
+        (BasisArtifact::load(&found.join(basis)).unwrap(), BasisArtifact::load(&flex.join(basis)).unwrap());
     let mut compared = 0;
     for (layer, moments) in stats.layers.iter().enumerate() {
         for head in 0..flex.basis.side_heads {
@@ -175,7 +178,8 @@ fn every_device_gives_the_results_of_flex() {
 #[test]
 fn half_precision_is_close() {
     let world = World::embedded();
-    let eval = ["eval", "model", "--text", "text.txt", "--context", "256", "--windows", "4", "--scheme", "dense", "--quiet"];
+    let eval =
+        ["eval", "model", "--text", "text.txt", "--context", "256", "--windows", "4", "--scheme", "dense", "--quiet"];
     let (devices, _) = present(&world);
     for device in devices {
         let on = |dtype: &str| world.run(&[&eval[..], &["--json", "--device", &device, "--dtype", dtype]].concat());
@@ -204,7 +208,8 @@ fn half_precision_is_close() {
 fn devices_lists_every_backend() {
     let world = World::new(GQA);
     let listed = world.prints(&["devices"]);
-    let names: Vec<&str> = listed["backends"].as_array().unwrap().iter().map(|b| b["backend"].as_str().unwrap()).collect();
+    let names: Vec<&str> =
+        listed["backends"].as_array().unwrap().iter().map(|b| b["backend"].as_str().unwrap()).collect();
     assert_eq!(names, ["flex", "ndarray", "cuda", "wgpu", "remote"]);
     for backend in listed["backends"].as_array().unwrap() {
         let built = backend["built"] == true;

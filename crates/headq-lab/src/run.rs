@@ -42,6 +42,12 @@ pub struct RunConfig {
     /// Begin every window with the beginning-of-sequence token.
     #[serde(default)]
     pub add_bos: bool,
+    /// A `config.json` for a model that has none beside it, or in place of its own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model_config: Option<String>,
+    /// Keys of the model's `config.json` to add or replace.
+    #[serde(default, skip_serializing_if = "serde_json::Map::is_empty")]
+    pub model_set: serde_json::Map<String, serde_json::Value>,
     /// Text to calibrate on; needed where a scheme has a side code and no basis file covers it. A diagnosis without it calibrates on
     /// windows of its own text that it does not measure on.
     pub calibrate: Option<TextConfig>,
@@ -205,22 +211,30 @@ impl OneOrMany {
     }
 }
 
-impl RunConfig {
-    /// The model on its device, and what reports call that device.
-    pub(crate) fn load_model(&self, observer: &dyn Observer) -> Result<(LoadedModel, String), LabError> {
-        let name: DeviceName = self.device.parse()?;
-        let device = name.open()?;
-        let path = hub::locate(Path::new(&self.model), observer)?;
-        let loaded = load(path, &device, &LoadOptions { precision: self.dtype, ..Default::default() })?;
-        Ok((loaded, name.label(&device, self.dtype)))
-    }
-}
-
 fn default_device() -> String {
     "flex".into()
 }
 
 impl RunConfig {
+    /// How the model is loaded.
+    pub fn load_options(&self) -> LoadOptions {
+        LoadOptions {
+            precision: self.dtype,
+            config: self.model_config.as_ref().map(Into::into),
+            settings: self.model_set.clone(),
+            ..LoadOptions::default()
+        }
+    }
+
+    /// The model on its device, and what reports call that device.
+    pub(crate) fn load_model(&self, observer: &dyn Observer) -> Result<(LoadedModel, String), LabError> {
+        let name: DeviceName = self.device.parse()?;
+        let device = name.open()?;
+        let path = hub::locate(Path::new(&self.model), observer)?;
+        let loaded = load(path, &device, &self.load_options())?;
+        Ok((loaded, name.label(&device, self.dtype)))
+    }
+
     /// Reads a configuration and resolves its paths and environment variables.
     ///
     /// # Errors
@@ -257,6 +271,7 @@ impl RunConfig {
         } else {
             resolve(&mut config.model)?;
         }
+        config.model_config.iter_mut().try_for_each(&resolve)?;
         let texts = [
             config.eval.as_mut().map(|c| &mut c.text),
             config.diagnose.as_mut().map(|c| &mut c.text),

@@ -114,7 +114,16 @@ mod tests {
                 std::thread::sleep(std::time::Duration::from_millis((10 - i as u64) % 3));
                 Ok(i * i)
             };
-            map_in_order("squares", 10, Cores { threads, jobs: threads }, &Silent, || (), job, |i, v| seen.push((i, v))).unwrap();
+            map_in_order(
+                "squares",
+                10,
+                Cores { threads, jobs: threads },
+                &Silent,
+                || (),
+                job,
+                |i, v| seen.push((i, v)),
+            )
+            .unwrap();
             assert_eq!(seen, (0..10).map(|i| (i, i * i)).collect::<Vec<_>>());
         }
     }
@@ -122,7 +131,8 @@ mod tests {
     #[test]
     fn the_first_error_ends_the_work() {
         let job = |_: &mut (), i: usize| if i >= 3 { Err(LabError::Usage(format!("job {i}"))) } else { Ok(i) };
-        let error = map_in_order("failing", 100, Cores { threads: 2, jobs: 2 }, &Silent, || (), job, |_, _| ()).unwrap_err();
+        let error =
+            map_in_order("failing", 100, Cores { threads: 2, jobs: 2 }, &Silent, || (), job, |_, _| ()).unwrap_err();
         assert_eq!(error.to_string(), "job 3");
     }
 }

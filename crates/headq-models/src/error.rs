@@ -8,7 +8,7 @@ use headq::device::Precision;
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
     /// The path given as a model does not exist.
-    #[error("{}: no such file or folder; a model is a folder with config.json and *.safetensors, a .gguf file, or hf:ORG/NAME on the hub", .0.display())]
+    #[error("{}: no such file or folder; a model is a folder with config.json and *.safetensors or model.onnx, a .gguf or .onnx file, or hf:ORG/NAME on the hub", .0.display())]
     NotFound(PathBuf),
     /// A file could not be read or written.
     #[error("{}: {source}", path.display())]
@@ -18,7 +18,7 @@ pub enum ModelError {
         /// What the system said.
         source: std::io::Error,
     },
-    /// A path that is neither a model folder nor a GGUF file, or not an unambiguous one.
+    /// A path that is neither a model folder nor a model file, or not an unambiguous one.
     #[error("{}: {reason}", path.display())]
     NotAModel {
         /// The path.
@@ -69,7 +69,7 @@ pub enum ModelError {
         reason: String,
     },
     /// A folder without usable weights.
-    #[error("{}: no model.safetensors and no model.safetensors.index.json{found}; convert the model with transformers' save_pretrained(..., safe_serialization=True)", path.display())]
+    #[error("{}: no model.safetensors, no model.safetensors.index.json and no model.onnx{found}; convert the model with transformers' save_pretrained(..., safe_serialization=True)", path.display())]
     NoWeights {
         /// The folder.
         path: PathBuf,
@@ -85,6 +85,28 @@ pub enum ModelError {
         shard: String,
         /// How many tensors the index expects in it.
         tensors: usize,
+    },
+    /// A file that an ONNX file keeps its weights in is not there.
+    #[error(
+        "{file}: {data}, with {tensors} of its tensors, is missing from the folder; fetch it, or export the model again"
+    )]
+    MissingData {
+        /// The ONNX file.
+        file: String,
+        /// The location of the data, as the file names it.
+        data: String,
+        /// How many tensors are in it.
+        tensors: usize,
+    },
+    /// Neither an ONNX graph nor anything else says what a model needs.
+    #[error(
+        "{file}: there is no config.json beside it, and its graph does not say {missing}; put the model's config.json there, or give it with --model-config FILE, or each with --model-set KEY=VALUE"
+    )]
+    Incomplete {
+        /// The ONNX file.
+        file: String,
+        /// The keys, as `config.json` names them.
+        missing: String,
     },
     /// A tensor the architecture needs is not stored.
     #[error("{file}: tensor `{tensor}` (shape {shape:?}) is missing; {hint}")]

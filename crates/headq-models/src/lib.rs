@@ -20,9 +20,9 @@
 //! # }
 //! ```
 //!
-//! Models come from Hugging Face folders (safetensors, one file or shards, f32, f16, bf16 or f64) and GGUF files of the Llama
-//! and Qwen2 architectures; weights become f32. A [`Fingerprint`] identifies a model by its sizes and by hashes of its
-//! configuration and weights. Bad input is a one-line [`ModelError`], never a panic.
+//! Models come from Hugging Face folders (safetensors, one file or shards, f32, f16, bf16 or f64), ONNX exports (the weights
+//! are found by what the graph does with them) and GGUF files of the Llama and Qwen2 architectures; weights become f32. A
+//! [`Fingerprint`] identifies a model by its sizes and by hashes of its configuration and of its weights as imported. Bad input is a one-line [`ModelError`], never a panic.
 //!
 //! [Burn]: https://burn.dev
 
@@ -33,6 +33,7 @@ mod fingerprint;
 mod gguf_config;
 mod load;
 mod model;
+mod onnx_config;
 mod rope;
 mod save;
 mod source;
@@ -47,5 +48,5 @@ pub use error::ModelError;
 pub use fingerprint::Fingerprint;
 pub use load::{Description, LoadOptions, LoadedModel, describe, fingerprint, load, tokenizer};
 pub use model::LanguageModel;
-pub use source::{GgufSource, SafetensorsSource, StoredType, TensorInfo, TensorSource};
+pub use source::{GgufSource, OnnxSource, SafetensorsSource, StoredType, TensorInfo, TensorSource};
 pub use tokenizer::Tokenizer;

@@ -5,13 +5,15 @@ use std::path::{Path, PathBuf};
 
 use burn::tensor::Device;
 use headq::device::Precision;
+use serde_json::{Map, Value};
 
 use crate::config::ModelConfig;
 use crate::error::ModelError;
 use crate::fingerprint::Fingerprint;
 use crate::gguf_config;
 use crate::model::LanguageModel;
-use crate::source::{GgufFile, GgufSource, SafetensorsSource, TensorSource};
+use crate::onnx_config;
+use crate::source::{GgufFile, GgufSource, OnnxModel, SafetensorsSource, TensorSource};
 use crate::tokenizer::Tokenizer;
 use crate::weights;
 
@@ -22,11 +24,16 @@ pub struct LoadOptions {
     pub config_file: String,
     /// Type of the matrices on the device.
     pub precision: Precision,
+    /// A config from elsewhere, in place of the model's own or of one that it lacks; not for GGUF files, which have theirs
+    /// inside.
+    pub config: Option<PathBuf>,
+    /// Keys of the config to add or replace, e.g. `rope_theta` of an ONNX file that comes without a config.
+    pub settings: Map<String, Value>,
 }
 
 impl Default for LoadOptions {
     fn default() -> Self {
-        Self { config_file: "config.json".into(), precision: Precision::default() }
+        Self { config_file: "config.json".into(), precision: Precision::default(), config: None, settings: Map::new() }
     }
 }
 
@@ -95,7 +102,11 @@ impl TokenizerSource {
     }
 }
 
-/// Loads a model: a folder with a config and safetensors, a `.gguf` file, or a folder with one.
+/// Loads a model: a folder with a config and safetensors, a `.gguf` or `.onnx` file, or a folder with one (in a folder with
+/// several ONNX files, `model.onnx` or `onnx/model.onnx`).
+///
+/// The config of an ONNX file is `config.json` in its folder (in the folder above, if its own is called `onnx`), and is held
+/// against what the graph computes. Without one, the graph says most of what is needed, `LoadOptions::settings` the rest.
 ///
 /// # Errors
 /// [`ModelError`]: one line that says what is wrong with which file.
@@ -112,7 +123,7 @@ pub fn load(path: impl AsRef<Path>, device: &Device, options: &LoadOptions) -> R
     let fingerprint = Fingerprint::new(&opened.config, source);
     let description = opened.describe();
     let tokenizer = match opened.files {
-        Files::Safetensors(folder, _) => TokenizerSource::Folder(folder),
+        Files::Folder(folder, _) => TokenizerSource::Folder(folder),
         Files::Gguf(source) => TokenizerSource::Gguf(Box::new(source.into_header())),
     };
     tracing::info!("{}: {fingerprint}", description.path.display());
@@ -146,13 +157,14 @@ pub fn fingerprint(path: impl AsRef<Path>, options: &LoadOptions) -> Result<Fing
 pub fn tokenizer(path: impl AsRef<Path>, options: &LoadOptions) -> Result<Tokenizer, ModelError> {
     let opened = Opened::new(path.as_ref(), options)?;
     match &opened.files {
-        Files::Safetensors(folder, _) => Tokenizer::from_folder(folder, &opened.config),
+        Files::Folder(folder, _) => Tokenizer::from_folder(folder, &opened.config),
         Files::Gguf(source) => Tokenizer::from_gguf(source.header(), &opened.config),
     }
 }
 
 enum Files {
-    Safetensors(PathBuf, SafetensorsSource),
+    /// Weights, and the folder with the tokenizer.
+    Folder(PathBuf, Box<dyn TensorSource>),
     Gguf(GgufSource),
 }
 
@@ -167,10 +179,19 @@ impl Opened {
     fn new(path: &Path, options: &LoadOptions) -> Result<Self, ModelError> {
         let (config, files) = match locate(path, options)? {
             Location::Folder => {
-                let config = read_config(&path.join(&options.config_file))?;
-                (config, Files::Safetensors(path.to_owned(), SafetensorsSource::open(path)?))
+                let own = path.join(&options.config_file);
+                let (config, _) = read_config(options.config.as_ref().unwrap_or(&own), &options.settings)?;
+                (config, Files::Folder(path.to_owned(), Box::new(SafetensorsSource::open(path)?)))
             }
+            Location::Onnx(file) => open_onnx(&file, options)?,
             Location::Gguf(file) => {
+                if options.config.is_some() || !options.settings.is_empty() {
+                    return Err(ModelError::Unsupported {
+                        file: file.display().to_string(),
+                        what: "a config for a GGUF file".into(),
+                        hint: "the file has its own; leave out --model-config and --model-set".into(),
+                    });
+                }
                 let source = GgufSource::open(&file)?;
                 (gguf_config::config(&source)?, Files::Gguf(source))
             }
@@ -180,7 +201,7 @@ impl Opened {
 
     fn source(&self) -> &dyn TensorSource {
         match &self.files {
-            Files::Safetensors(_, source) => source,
+            Files::Folder(_, source) => source.as_ref(),
             Files::Gguf(source) => source,
         }
     }
@@ -209,13 +230,14 @@ impl Opened {
 }
 
 enum Location {
+    /// A folder with safetensors.
     Folder,
+    Onnx(PathBuf),
     Gguf(PathBuf),
 }
 
 fn locate(path: &Path, options: &LoadOptions) -> Result<Location, ModelError> {
     let not_a_model = |reason: String| ModelError::NotAModel { path: path.to_owned(), reason };
-    let is_gguf = |p: &Path| p.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf"));
     match std::fs::metadata(path) {
         Ok(_) => {}
         Err(e) if e.kind() == ErrorKind::NotFound && path.is_symlink() => {
@@ -228,28 +250,65 @@ fn locate(path: &Path, options: &LoadOptions) -> Result<Location, ModelError> {
         Err(e) => return Err(ModelError::io(path)(e)),
     }
     if path.is_file() {
-        return match is_gguf(path) {
-            true => Ok(Location::Gguf(path.to_owned())),
-            false => Err(not_a_model("not a .gguf file; for safetensors give the folder that has config.json".into())),
-        };
+        let other = "not a .gguf or .onnx file; for safetensors give the folder that has config.json";
+        return location(path).ok_or_else(|| not_a_model(other.into()));
     }
     let config = path.join(&options.config_file);
-    if config.is_file() || config.is_symlink() {
+    let config = options.config.is_some() || config.is_file() || config.is_symlink();
+    if config && SafetensorsSource::is_in(path) {
         return Ok(Location::Folder);
     }
-    let entries = std::fs::read_dir(path).map_err(ModelError::io(path))?;
-    let mut ggufs: Vec<PathBuf> = entries.flatten().map(|e| e.path()).filter(|p| is_gguf(p)).collect();
-    ggufs.sort();
-    match (ggufs.pop(), ggufs.len()) {
-        (None, _) => Err(not_a_model(format!("no {} in this folder, and no .gguf file", options.config_file))),
-        (Some(one), 0) => Ok(Location::Gguf(one)),
-        (Some(_), more) => Err(not_a_model(format!("{} .gguf files in this folder; name one of them", more + 1))),
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(path).map_err(ModelError::io(path))? {
+        files.extend(location(&entry.map_err(ModelError::io(path))?.path()));
+    }
+    let ggufs = files.iter().any(|f| matches!(f, Location::Gguf(_)));
+    let usual = [path.join("model.onnx"), path.join("onnx").join("model.onnx")].into_iter().find(|p| p.is_file());
+    match (usual, files.len()) {
+        (Some(model), _) if !ggufs => Ok(Location::Onnx(model)),
+        (None, _) if config && files.iter().all(|f| matches!(f, Location::Gguf(_))) => Ok(Location::Folder),
+        (_, 0) => Err(not_a_model(format!("no {} in this folder, and no .gguf or .onnx file", options.config_file))),
+        (_, 1) => Ok(files.remove(0)),
+        (_, more) => Err(not_a_model(format!("{more} .gguf and .onnx files in this folder; name one of them"))),
     }
 }
 
-fn read_config(path: &Path) -> Result<ModelConfig, ModelError> {
+/// Where the weights are, by a file's extension.
+fn location(path: &Path) -> Option<Location> {
+    let extension = path.extension().filter(|_| path.is_file())?;
+    if extension.eq_ignore_ascii_case("gguf") {
+        return Some(Location::Gguf(path.to_owned()));
+    }
+    extension.eq_ignore_ascii_case("onnx").then(|| Location::Onnx(path.to_owned()))
+}
+
+fn open_onnx(file: &Path, options: &LoadOptions) -> Result<(ModelConfig, Files), ModelError> {
+    let model = OnnxModel::open(file)?;
+    let own = file.parent().unwrap_or(Path::new(""));
+    // Exports for the web keep several ONNX files in a folder of their own, below the config.
+    let above = own.parent().filter(|_| own.ends_with("onnx") && !own.join(&options.config_file).is_file());
+    let folder = above.unwrap_or(own);
+    let beside = Some(folder.join(&options.config_file)).filter(|p| p.is_file());
+    let config = match options.config.clone().or(beside) {
+        Some(path) => {
+            let (config, name) = read_config(&path, &options.settings)?;
+            onnx_config::check(&config, &name, &model)?;
+            config
+        }
+        None => onnx_config::infer(&model, &options.settings)?,
+    };
+    let source = model.into_source(&config)?;
+    Ok((config, Files::Folder(folder.to_owned(), Box::new(source))))
+}
+
+/// The config in a file, with the keys of `settings` in place of its own, and the file's name for messages.
+fn read_config(path: &Path, settings: &Map<String, Value>) -> Result<(ModelConfig, String), ModelError> {
     let file = path.display().to_string();
     let bytes = std::fs::read(path).map_err(ModelError::io(path))?;
-    let json = serde_json::from_slice(&bytes).map_err(|e| ModelError::corrupt(&file, format!("not JSON ({e})")))?;
-    ModelConfig::from_json_named(&json, &file)
+    let mut json: Value =
+        serde_json::from_slice(&bytes).map_err(|e| ModelError::corrupt(&file, format!("not JSON ({e})")))?;
+    if let Value::Object(object) = &mut json {
+        object.extend(settings.clone());
+    }
+    Ok((ModelConfig::from_json_named(&json, &file)?, file))
 }

@@ -23,17 +23,18 @@ use crate::source::{StoredType, TensorSource, unreadable};
 const TILE: usize = 32;
 
 /// A linear layer and the stored tensors it is made of.
-struct Fused {
+pub(crate) struct Fused {
     input: usize,
-    parts: Vec<Part>,
+    pub parts: Vec<Part>,
     bias: bool,
-    input_major: bool,
+    /// Stored as `[in, out]`.
+    pub input_major: bool,
 }
 
 /// A stored linear layer.
-struct Part {
+pub(crate) struct Part {
     /// Name without `.weight` or `.bias`.
-    name: String,
+    pub name: String,
     output: usize,
     /// Number of heads and head width, where rows are stored head by head: query, key, value.
     per_head: Option<(usize, usize)>,
@@ -68,12 +69,12 @@ impl Fused {
 }
 
 /// The stored tensors of a model, by their full names.
-struct Plan<'a> {
-    config: &'a ModelConfig,
+pub(crate) struct Plan<'a> {
+    pub config: &'a ModelConfig,
 }
 
 impl Plan<'_> {
-    fn full(&self, name: &str) -> String {
+    pub fn full(&self, name: &str) -> String {
         format!("{}{name}", self.config.architecture.names.prefix)
     }
 
@@ -86,7 +87,7 @@ impl Plan<'_> {
         Fused { input, parts, bias, input_major: self.config.architecture.names.input_major }
     }
 
-    fn qkv(&self, layer: usize) -> Fused {
+    pub fn qkv(&self, layer: usize) -> Fused {
         let c = self.config;
         let (q, kv) = (c.query_width(), c.kv_width());
         let part = |name: &str, output: usize| Part::new(self.in_layer(layer, name), output);
@@ -100,27 +101,27 @@ impl Plan<'_> {
         self.fused(c.hidden_size, parts, c.biases.qkv)
     }
 
-    fn out(&self, layer: usize) -> Fused {
+    pub fn out(&self, layer: usize) -> Fused {
         let c = self.config;
         let name = self.in_layer(layer, c.architecture.names.attention_out);
         self.fused(c.query_width(), vec![Part::new(name, c.hidden_size)], c.biases.out)
     }
 
-    fn mlp_in(&self, layer: usize) -> Fused {
+    pub fn mlp_in(&self, layer: usize) -> Fused {
         let c = self.config;
         let names = c.architecture.names.mlp_in.iter();
         let parts = names.map(|n| Part::new(self.in_layer(layer, n), c.intermediate_size)).collect();
         self.fused(c.hidden_size, parts, c.biases.mlp)
     }
 
-    fn mlp_out(&self, layer: usize) -> Fused {
+    pub fn mlp_out(&self, layer: usize) -> Fused {
         let c = self.config;
         let name = self.in_layer(layer, c.architecture.names.mlp_out);
         self.fused(c.intermediate_size, vec![Part::new(name, c.hidden_size)], c.biases.mlp)
     }
 
     /// The norms before attention and MLP.
-    fn norms(&self, layer: usize) -> [String; 2] {
+    pub fn norms(&self, layer: usize) -> [String; 2] {
         let names = &self.config.architecture.names;
         [self.in_layer(layer, names.attention_norm), self.in_layer(layer, names.mlp_norm)]
     }

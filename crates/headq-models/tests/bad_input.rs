@@ -46,12 +46,12 @@ fn missing_folder() {
 #[test]
 fn folder_without_a_model() {
     let dir = tempfile::tempdir().unwrap();
-    fails(dir.path(), &["no config.json", "no .gguf"]);
+    fails(dir.path(), &["no config.json", "no .gguf or .onnx file"]);
 }
 
 #[test]
 fn file_that_is_not_a_model() {
-    fails(&fixture("gpt2").join("config.json"), &["not a .gguf file", "folder"]);
+    fails(&fixture("gpt2").join("config.json"), &["not a .gguf or .onnx file", "folder"]);
 }
 
 #[test]

@@ -13,7 +13,11 @@ use safetensors::tensor::Dtype;
 fn conforms(name: &str, config_file: &str) {
     let options = LoadOptions { config_file: config_file.into(), ..Default::default() };
     for (device_name, device) in DeviceName::present() {
-        conforms_on(&format!("{device_name}, {name}/{config_file}"), name, &load(fixture(name), &device, &options).unwrap());
+        conforms_on(
+            &format!("{device_name}, {name}/{config_file}"),
+            name,
+            &load(fixture(name), &device, &options).unwrap(),
+        );
     }
 }
 

@@ -282,8 +282,7 @@ pub fn exercise(device: &Device) -> Result<(), String> {
 
 /// What a missing CUDA driver means.
 #[cfg(feature = "cuda")]
-const NO_CUDA: &str =
-    "no NVIDIA GPU, or no driver (libcuda.so); install the NVIDIA driver, or use another device (`headq devices` lists them)";
+const NO_CUDA: &str = "no NVIDIA GPU, or no driver (libcuda.so); install the NVIDIA driver, or use another device (`headq devices` lists them)";
 
 /// What a missing graphics adapter means.
 #[cfg(feature = "wgpu")]
@@ -295,7 +294,9 @@ fn refusal(error: &burn::remote::ConnectError) -> String {
     use burn::remote::ConnectError;
     match error {
         ConnectError::Unreachable { reason } => {
-            format!("no server answers there ({reason}); start one with `headq serve`, and check host, port and firewall")
+            format!(
+                "no server answers there ({reason}); start one with `headq serve`, and check host, port and firewall"
+            )
         }
         ConnectError::Unauthorized => format!("the server refused the token; set {TOKEN_VARIABLE} to the server's"),
         ConnectError::NoSuchDevice { device_count } => {
@@ -384,7 +385,8 @@ mod tests {
 
     #[test]
     fn names_round_trip() {
-        for name in ["flex", "ndarray", "cuda", "cuda:3", "wgpu", "wgpu:0", "remote:ws://gpu:3000", "remote:ws://[::1]:80#2"]
+        for name in
+            ["flex", "ndarray", "cuda", "cuda:3", "wgpu", "wgpu:0", "remote:ws://gpu:3000", "remote:ws://[::1]:80#2"]
         {
             assert_eq!(name.parse::<DeviceName>().unwrap().to_string(), name);
         }

@@ -162,11 +162,8 @@ fn reads_what_the_definition_says(name: &DeviceName, device: &Device) {
         let scheme: Scheme = scheme.parse().unwrap();
         for window in [None, Some(9)] {
             let basis = basis(&scheme, 1, 4, 2, D);
-            let (q, k, v) = (
-                normal([1, 4, 45, D], 7, device),
-                normal([1, 2, 45, D], 8, device),
-                normal([1, 2, 45, D], 9, device),
-            );
+            let (q, k, v) =
+                (normal([1, 4, 45, D], 7, device), normal([1, 2, 45, D], 8, device), normal([1, 2, 45, D], 9, device));
             let site = site(0, window);
             let expected = read(&scheme, basis.as_ref(), &site, &heads(&q), &heads(&k), &heads(&v));
             let expected: Vec<_> =

@@ -113,9 +113,7 @@ fn survey(backend: Backend) -> Result<Vec<Found>, String> {
         b if !b.is_built() => Err(format!("not in this build; `cargo build --release --features {b}`")),
         Backend::Flex | Backend::NdArray => cpu(backend.name()),
         Backend::Remote => Ok(Vec::new()),
-        Backend::Cuda | Backend::Wgpu => {
-            in_child(backend.name())
-        }
+        Backend::Cuda | Backend::Wgpu => in_child(backend.name()),
     }
 }
 
@@ -159,7 +157,9 @@ fn in_child(name: &str) -> Result<Vec<Found>, String> {
     if !status.success() {
         // The program's own errors are whole lines; anything else is a driver's.
         let own = err.lines().rev().find_map(|line| line.strip_prefix("error: device '")?.split_once("': "));
-        return Err(own.map_or_else(|| format!("its driver fails: {}", last_words(&err, &status)), |(_, r)| r.to_owned()));
+        return Err(
+            own.map_or_else(|| format!("its driver fails: {}", last_words(&err, &status)), |(_, r)| r.to_owned())
+        );
     }
     let found = serde_json::from_str::<Value>(&out).ok();
     let found = found.as_ref().and_then(Value::as_array);
@@ -170,7 +170,8 @@ fn in_child(name: &str) -> Result<Vec<Found>, String> {
 
 /// What a process said before it ended.
 fn last_words(err: &str, status: &std::process::ExitStatus) -> String {
-    let ignored = |line: &&str| !line.trim().is_empty() && !line.contains("RUST_BACKTRACE") && !line.starts_with("thread '");
+    let ignored =
+        |line: &&str| !line.trim().is_empty() && !line.contains("RUST_BACKTRACE") && !line.starts_with("thread '");
     match err.lines().rev().find(ignored) {
         Some(line) => format!("{} ({status})", line.trim()),
         None => status.to_string(),

@@ -45,6 +45,8 @@ fn config(context: &Context, args: &Diagnose) -> Result<RunConfig, LabError> {
         dtype: context.dtype(),
         seed: context.seed(),
         add_bos: args.add_bos,
+        model_config: context.load_options.config.as_ref().map(|p| p.to_string_lossy().into_owned()),
+        model_set: context.load_options.settings.clone(),
         calibrate,
         finetune: None,
         eval: None,

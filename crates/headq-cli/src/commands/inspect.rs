@@ -6,7 +6,7 @@ use comfy_table::{Table, presets};
 use headq::budget::Budget;
 use headq_lab::LabError;
 use headq_lab::evaluate::head_shape;
-use headq_models::{LoadOptions, describe, fingerprint};
+use headq_models::{describe, fingerprint};
 use serde_json::json;
 
 use super::Context;
@@ -25,9 +25,9 @@ const COMMON: &[&str] = &[
 const MOST_TOKENS: usize = 1 << 24;
 
 pub fn run(context: &Context, args: &Inspect) -> Result<(), LabError> {
-    let options = LoadOptions::default();
+    let options = &context.load_options;
     let path = context.locate(&args.model)?;
-    let described = describe(&path, &options)?;
+    let described = describe(&path, options)?;
     let config = &described.config;
     let shape = head_shape(config);
     if !(1..=MOST_TOKENS).contains(&args.context) {
@@ -46,7 +46,7 @@ pub fn run(context: &Context, args: &Inspect) -> Result<(), LabError> {
         scheme.check(config.head_dim)?;
         budgets.push((text.clone(), Budget::at(&scheme, &shape, args.context)));
     }
-    let identity = args.fingerprint.then(|| fingerprint(&path, &options)).transpose()?;
+    let identity = args.fingerprint.then(|| fingerprint(&path, options)).transpose()?;
     context.print(
         || {
             json!({

@@ -17,12 +17,12 @@ pub mod suite;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use headq_lab::memory::{self, Estimate};
-use headq_lab::text::{WindowOptions, Windows, load_windows};
 use burn::tensor::Device;
 use headq::DeviceName;
 use headq::device::Precision;
 use headq_lab::LabError;
+use headq_lab::memory::{self, Estimate};
+use headq_lab::text::{WindowOptions, Windows, load_windows};
 use headq_models::{Description, LoadOptions, LoadedModel, Tokenizer, describe, load};
 use serde_json::Value;
 
@@ -37,6 +37,8 @@ pub struct Context {
     pub dtype: Option<Precision>,
     pub seed: Option<u64>,
     pub threads: usize,
+    /// How models are loaded.
+    pub load_options: LoadOptions,
 }
 
 impl Context {
@@ -51,7 +53,22 @@ impl Context {
         if let Err(error) = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global() {
             tracing::warn!("using the default number of threads: {error}");
         }
-        Self { json: global.json, bars: Bars::new(global.quiet), device: global.device, dtype: global.dtype, seed: global.seed, threads }
+        let load_options = LoadOptions {
+            precision: global.dtype.unwrap_or_default(),
+            config: global.model_config,
+            settings: global.model_set.into_iter().collect(),
+            ..LoadOptions::default()
+        };
+        let bars = Bars::new(global.quiet);
+        Self {
+            json: global.json,
+            bars,
+            device: global.device,
+            dtype: global.dtype,
+            seed: global.seed,
+            threads,
+            load_options,
+        }
     }
 
     pub fn device_name(&self) -> String {
@@ -99,14 +116,14 @@ impl Context {
     /// Loads the texts and the model, saying first what it will take.
     pub fn load(&self, model: &Path, text: &TextArgs) -> Result<(LoadedModel, Vec<Windows>), LabError> {
         let device = self.device(&self.device_name())?;
-        let options = LoadOptions { precision: self.dtype(), ..Default::default() };
+        let options = &self.load_options;
         let model = self.locate(model)?;
-        let described = describe(&model, &options)?;
+        let described = describe(&model, options)?;
         // Texts first: they are quick to read, and most mistakes are in them.
-        let tokenizer = headq_models::tokenizer(&model, &options)?;
+        let tokenizer = headq_models::tokenizer(&model, options)?;
         let windows = windows(&text.text, &tokenizer, text)?;
         self.say_memory(&described, text.context, windows.iter().map(|w| w.windows.len()).sum());
-        Ok((load(model, &device, &options)?, windows))
+        Ok((load(model, &device, options)?, windows))
     }
 
     /// Says what a pass will need, and warns where the machine has less.

@@ -45,7 +45,7 @@ pub fn run(context: &Context, args: &Run) -> Result<(), LabError> {
     }
 }
 
-/// Reads a configuration; device, type and seed of the command line come before its own.
+/// Reads a configuration; device, type, seed and what is said of the model on the command line come before its own.
 pub fn load(context: &Context, path: &Path) -> Result<RunConfig, LabError> {
     let mut config = RunConfig::load(path)?;
     if let Some(device) = &context.device {
@@ -57,6 +57,11 @@ pub fn load(context: &Context, path: &Path) -> Result<RunConfig, LabError> {
     if let Some(seed) = context.seed {
         config.seed = seed;
     }
+    let given = &context.load_options;
+    if let Some(path) = &given.config {
+        config.model_config = Some(path.to_string_lossy().into_owned());
+    }
+    config.model_set.extend(given.settings.clone());
     Ok(config)
 }
 

@@ -4,6 +4,7 @@
 //! tensor, drops duplicate names and divides by an alignment of zero, so the header is read here.
 //! Format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::path::Path;
@@ -453,13 +454,13 @@ impl TensorSource for GgufSource {
         &self.tensors
     }
 
-    fn bytes(&self, index: usize) -> &[u8] {
-        &self.bytes[self.places[index].clone()]
+    fn bytes(&self, index: usize) -> Cow<'_, [u8]> {
+        Cow::Borrowed(&self.bytes[self.places[index].clone()])
     }
 
     fn read(&self, index: usize) -> Result<Vec<f32>, ModelError> {
         let tensor = &self.tensors[index];
-        let bytes = self.bytes(index);
+        let bytes = &self.bytes[self.places[index].clone()];
         let values = match &tensor.stored {
             StoredType::Quantized(dtype) => dequantize(*dtype, bytes, &tensor.shape)
                 .map_err(|e| ModelError::corrupt(&self.header.file, format!("tensor `{}`: {e}", tensor.name)))?,

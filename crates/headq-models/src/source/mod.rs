@@ -1,8 +1,10 @@
 //! Where weights come from: named tensors on disk, read one at a time.
 
 mod gguf;
+mod onnx;
 mod safetensors;
 
+use std::borrow::Cow;
 use std::fmt;
 
 use candle_core::quantized::GgmlDType;
@@ -11,7 +13,8 @@ use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
 pub(crate) use self::gguf::{GgufFile, MetadataValue, kv_heads};
-pub use self::{gguf::GgufSource, safetensors::SafetensorsSource};
+pub(crate) use self::onnx::{Facts, OnnxModel};
+pub use self::{gguf::GgufSource, onnx::OnnxSource, safetensors::SafetensorsSource};
 use crate::error::ModelError;
 
 /// How a tensor's elements are stored.
@@ -78,8 +81,9 @@ pub trait TensorSource: Send + Sync {
     /// All tensors, sorted by name.
     fn tensors(&self) -> &[TensorInfo];
 
-    /// The bytes stored for the tensor at `index` in [`tensors`](Self::tensors).
-    fn bytes(&self, index: usize) -> &[u8];
+    /// The elements of the tensor at `index` in [`tensors`](Self::tensors), in the type it is stored in. They are borrowed
+    /// where the file has them in the order of the tensor's shape.
+    fn bytes(&self, index: usize) -> Cow<'_, [u8]>;
 
     /// The elements of the tensor at `index`, row-major, converted to f32.
     ///

@@ -1,5 +1,6 @@
 //! Safetensors: one file, or shards with an index.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -61,6 +62,11 @@ impl SafetensorsSource {
         Ok(source)
     }
 
+    /// Whether a folder has safetensors that [`open`](Self::open) would read.
+    pub(crate) fn is_in(folder: &Path) -> bool {
+        folder.join(SINGLE).exists() || folder.join(INDEX).exists()
+    }
+
     fn from_files(origin: String, paths: &[PathBuf]) -> Result<Self, ModelError> {
         let mut files = Vec::with_capacity(paths.len());
         let mut entries = BTreeMap::new();
@@ -105,14 +111,14 @@ impl TensorSource for SafetensorsSource {
         &self.tensors
     }
 
-    fn bytes(&self, index: usize) -> &[u8] {
+    fn bytes(&self, index: usize) -> Cow<'_, [u8]> {
         let (file, range) = &self.places[index];
-        &self.files[*file][range.clone()]
+        Cow::Borrowed(&self.files[*file][range.clone()])
     }
 
     fn read(&self, index: usize) -> Result<Vec<f32>, ModelError> {
         let tensor = &self.tensors[index];
-        plain_floats(&tensor.stored, self.bytes(index)).ok_or_else(|| unreadable(&self.origin, tensor))
+        plain_floats(&tensor.stored, &self.bytes(index)).ok_or_else(|| unreadable(&self.origin, tensor))
     }
 }
 
@@ -236,9 +242,7 @@ fn read_index(folder: &Path, index: &Path) -> Result<(Vec<PathBuf>, BTreeMap<Str
 
 /// Weight files of formats that are not read, as a clause for the message.
 fn other_weights(folder: &Path) -> String {
-    let unread = |name: &str| {
-        name.ends_with(".bin") || name.ends_with(".pt") || name.ends_with(".pth") || name.ends_with(".onnx")
-    };
+    let unread = |name: &str| name.ends_with(".bin") || name.ends_with(".pt") || name.ends_with(".pth");
     let mut found: Vec<String> = std::fs::read_dir(folder)
         .into_iter()
         .flatten()
