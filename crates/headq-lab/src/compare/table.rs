@@ -57,9 +57,9 @@ fn ratio(e: &Estimate) -> String {
     bounded(e, |v| format!("{v:.3}"))
 }
 
-/// How a basis is called in tables: its family, and its file where it has one.
+/// How a basis is called in tables: its family, and its file where one was given.
 pub fn label(basis: &ComparedBasis) -> String {
-    let file = (!basis.derived).then_some(basis.name.as_str());
+    let file = (basis.name != basis.family).then_some(basis.name.as_str());
     let notes: Vec<&str> = file.into_iter().chain(basis.seen.then_some("seen")).collect();
     match notes.is_empty() {
         true => basis.family.clone(),

@@ -74,7 +74,8 @@ pub struct Settings {
     /// Learn clip factors of the side quantizer, too.
     #[serde(default)]
     pub train_clip: bool,
-    /// Learn a clip factor of the base quantizer for each KV head, too.
+    /// Learn a clip factor of the base quantizer for each KV head, too. Keys are then coded anew in every step, which takes several
+    /// times as long.
     #[serde(default)]
     pub train_base_clip: bool,
     /// Steps between two measurements on held-out windows.
