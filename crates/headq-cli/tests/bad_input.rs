@@ -147,7 +147,7 @@ fn no_such_model() {
 fn model_without_config() {
     let world = World::new(GQA);
     std::fs::remove_file(world.path("model/config.json")).unwrap();
-    model_fails(&world, &["model: no config.json in this folder, and no .gguf file"]);
+    model_fails(&world, &["model: no config.json in this folder, and no .gguf or .onnx file"]);
 }
 
 #[test]
