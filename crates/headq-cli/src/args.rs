@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
-use headq::device::Precision;
+use headq::device::{DeviceName, Precision};
 use serde_json::Value;
 
 /// KV-cache quantization measured where the model sees it.
@@ -35,7 +35,7 @@ pub struct Global {
     /// Device to compute on: flex (the CPU, the default), ndarray, cuda[:N], wgpu[:N] or remote:URL. `headq devices` lists those of
     /// this build and machine.
     #[arg(long, global = true, help_heading = "Everywhere", value_name = "D")]
-    pub device: Option<String>,
+    pub device: Option<DeviceName>,
     /// Type of the model's matrices and of the products with them: f32 (the default), f16 or bf16, where the device has it. Everything
     /// else is f32 or wider.
     #[arg(long, global = true, help_heading = "Everywhere", value_name = "TYPE")]
@@ -411,6 +411,9 @@ pub struct Diagnose {
 ///
 /// Example:
 ///
+///   headq calibrate checkpoints/headq-embedded \
+///     --text checkpoints/headq-embedded/calibration.txt --context 256 --windows 16 \
+///     --base 'kivi-2(g=32,r=32)' --out stats.safetensors
 ///   headq finetune checkpoints/headq-embedded \
 ///     --text checkpoints/headq-embedded/calibration.txt --context 256 --windows 16 \
 ///     --stats stats.safetensors --scheme 'kivi-2(g=32,r=32)+learned(rank=4,bits=3)' \

@@ -1250,7 +1250,7 @@ fn configurations_of_a_diagnosis() {
     let text = diagnose_config();
     let eval = &config(2)[config(2).find("[eval]").unwrap()..];
     config_fails(&format!("{text}{eval}"), &["run.toml", "both [eval] and [diagnose]"]);
-    config_fails("name = \"tiny\"\nmodel = \"model\"\n", &["run.toml", "[eval] or [diagnose], found neither"]);
+    config_fails("name = \"tiny\"\nmodel = \"model\"\n", &["run.toml", "[eval] or [diagnose], found none"]);
     config_fails(&text.replace("windows", "window"), &["line 7", "unknown field `window`", "windows"]);
     config_fails(&format!("{text}link = [\"metric\"]\n"), &["unknown field `link`", "links"]);
     config_fails(&format!("{text}links = []\n"), &["run.toml", "links: the list is empty"]);

@@ -304,7 +304,7 @@ impl RunConfig {
         ];
         let found: Vec<&str> = sections.iter().filter(|(_, found)| *found).map(|(name, _)| *name).collect();
         match found[..] {
-            [] => return Err("expected a section [compare], [eval] or [diagnose], found neither".into()),
+            [] => return Err("expected a section [compare], [eval] or [diagnose], found none".into()),
             [_] => {}
             _ => {
                 let found = found.join(" and ");
@@ -313,6 +313,13 @@ impl RunConfig {
         }
         if self.eval.as_ref().is_some_and(|eval| eval.schemes.is_empty()) {
             return Err("eval.schemes is empty; list at least one scheme, e.g. \"kivi-2(g=32,r=32)\"".into());
+        }
+        if let Some(finetune) = &self.finetune {
+            for (key, count) in [("windows", finetune.windows), ("held_out", finetune.held_out)] {
+                if count == 0 {
+                    return Err(format!("finetune.{key}: expected at least 1, found 0"));
+                }
+            }
         }
         if let Some(diagnose) = &self.diagnose {
             if self.finetune.is_some() {

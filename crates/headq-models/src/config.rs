@@ -1,5 +1,8 @@
 //! A model's configuration: what `config.json` says, parsed into data that the one [`LanguageModel`](crate::LanguageModel) runs on.
 
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -190,24 +193,42 @@ impl ModelConfig {
 
     /// [`from_json`](Self::from_json) with the file's name for messages.
     pub fn from_json_named(config: &Value, file: &str) -> Result<Self, ModelError> {
-        let Value::Object(object) = config else {
+        Self::from_json_with(config, &Map::new(), file)
+    }
+
+    /// [`from_json_named`](Self::from_json_named) with the keys of `settings` in place of the file's own.
+    ///
+    /// # Errors
+    /// Also if one of these keys is not looked at in a config of this kind, so that it would change nothing.
+    pub fn from_json_with(config: &Value, settings: &Map<String, Value>, file: &str) -> Result<Self, ModelError> {
+        let mut config = config.clone();
+        if let Value::Object(object) = &mut config {
+            object.extend(settings.clone());
+        }
+        let Value::Object(object) = &config else {
             return Err(ModelError::Config {
                 file: file.into(),
                 key: "(whole file)".into(),
                 expected: "a JSON object".into(),
-                found: kind_of(config).into(),
+                found: kind_of(&config).into(),
             });
         };
-        let f = Fields { file, object };
-        let architecture = Architecture::from_config(&f)?;
+        let f = Fields { file, object, read: RefCell::default() };
+        let config = Self::parse(&f)?;
+        f.check_used(object.keys().filter(|key| settings.contains_key(*key)))?;
+        Ok(config)
+    }
+
+    fn parse(f: &Fields) -> Result<Self, ModelError> {
+        let architecture = Architecture::from_config(f)?;
         if f.present("quantization_config") {
             return Err(f.unsupported(
                 "`quantization_config` (weights quantized by another tool)",
                 "use the unquantized checkpoint or a GGUF file",
             ));
         }
-        let config = (architecture.parse)(&f)?;
-        config.check(&f)?;
+        let config = (architecture.parse)(f)?;
+        config.check(f)?;
         Ok(config)
     }
 
@@ -379,6 +400,8 @@ pub(crate) fn write_scaling(rope: &Rope) -> Result<Value, ModelError> {
 pub(crate) struct Fields<'a> {
     pub file: &'a str,
     pub object: &'a Map<String, Value>,
+    /// Keys that were looked at.
+    pub read: RefCell<BTreeSet<String>>,
 }
 
 impl<'a> Fields<'a> {
@@ -395,7 +418,17 @@ impl<'a> Fields<'a> {
         ModelError::Unsupported { file: self.file.into(), what: what.into(), hint: hint.into() }
     }
 
+    /// Fails for a key that was given for this model and never looked at.
+    fn check_used<'k>(&self, mut given: impl Iterator<Item = &'k String>) -> Result<(), ModelError> {
+        let read = self.read.borrow();
+        given.find(|key| !read.contains(*key)).map_or(Ok(()), |key| {
+            let known = read.iter().map(String::as_str).collect::<Vec<_>>().join(", ");
+            Err(self.wrong(key, &format!("a key that matters to this model ({known})"), "one that does not"))
+        })
+    }
+
     pub fn get(&self, key: &str) -> Option<&'a Value> {
+        self.read.borrow_mut().insert(key.to_owned());
         self.object.get(key).filter(|v| !v.is_null())
     }
 
@@ -478,7 +511,7 @@ impl<'a> Fields<'a> {
         };
         let empty = Map::new();
         let file = format!("{}: `{key}`", self.file);
-        let r = Fields { file: &file, object: nested.unwrap_or(&empty) };
+        let r = Fields { file: &file, object: nested.unwrap_or(&empty), read: RefCell::default() };
         if r.object.values().any(Value::is_object) {
             return Err(
                 self.unsupported(format!("`{key}` with an entry per layer type"), "one set of rope parameters is")

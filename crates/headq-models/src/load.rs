@@ -305,10 +305,7 @@ fn open_onnx(file: &Path, options: &LoadOptions) -> Result<(ModelConfig, Files),
 fn read_config(path: &Path, settings: &Map<String, Value>) -> Result<(ModelConfig, String), ModelError> {
     let file = path.display().to_string();
     let bytes = std::fs::read(path).map_err(ModelError::io(path))?;
-    let mut json: Value =
+    let json: Value =
         serde_json::from_slice(&bytes).map_err(|e| ModelError::corrupt(&file, format!("not JSON ({e})")))?;
-    if let Value::Object(object) = &mut json {
-        object.extend(settings.clone());
-    }
-    Ok((ModelConfig::from_json_named(&json, &file)?, file))
+    Ok((ModelConfig::from_json_with(&json, settings, &file)?, file))
 }

@@ -113,9 +113,12 @@ pub(crate) fn infer(model: &OnnxModel, settings: &Map<String, Value>) -> Result<
     if let Some(Some(theta)) = theta.filter(|_| !asked_rope) {
         words.insert("rope_theta".into(), theta.into());
     }
-    words.extend(settings.clone());
-    let mut missing: Vec<&str> =
-        words.iter().filter(|(key, value)| value.is_null() && essential(key)).map(|(k, _)| k.as_str()).collect();
+    let file = format!("{} (its graph)", model.file());
+    let mut missing: Vec<&str> = words
+        .iter()
+        .filter(|(key, value)| value.is_null() && essential(key) && !settings.contains_key(*key))
+        .map(|(k, _)| k.as_str())
+        .collect();
     if f.positions.is_none() && f.frequencies.is_none() && !asked_rope {
         missing.push("rope_theta");
     }
@@ -123,7 +126,7 @@ pub(crate) fn infer(model: &OnnxModel, settings: &Map<String, Value>) -> Result<
         let missing = missing.iter().map(|key| format!("`{key}`")).collect::<Vec<_>>().join(", ");
         return Err(ModelError::Incomplete { file: model.file().into(), missing });
     }
-    let mut config = ModelConfig::from_json_named(&Value::Object(words), &format!("{} (its graph)", model.file()))?;
+    let mut config = ModelConfig::from_json_with(&Value::Object(words), settings, &file)?;
     if let (Some(frequencies), Some(rope), false) = (&f.frequencies, config.rope.as_mut(), asked_rope) {
         rope.rotary_dim = 2 * frequencies.len();
         if theta == Some(None) {
@@ -131,6 +134,8 @@ pub(crate) fn infer(model: &OnnxModel, settings: &Map<String, Value>) -> Result<
             rope.scaling = RopeScaling::Factors(base.iter().zip(frequencies).map(|(b, w)| b / w).collect());
         }
     }
+    // What was given must not contradict what is computed.
+    check(&config, &file, model)?;
     Ok(config)
 }
 

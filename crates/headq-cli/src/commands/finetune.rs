@@ -86,11 +86,15 @@ fn settings(args: &Finetune) -> Settings {
 
 fn summary(args: &Finetune, made: &Finetuned) -> String {
     let (initial, trained) = made.held_out;
+    let change = match initial > 0.0 {
+        true => format!(" ({:+.1} %)", 100.0 * (trained / initial - 1.0)),
+        false => String::new(),
+    };
     format!(
-        "{}: {} on held-out windows {:.5} without a correction, {initial:.5} with the initial basis, {trained:.5} trained ({:+.1} %)",
+        "{}: {} on held-out windows {:.5} without a correction, {initial:.5} with the initial basis, {trained:.5} trained{}",
         args.out.display(),
         args.loss,
         made.uncorrected,
-        100.0 * (trained / initial - 1.0)
+        change
     )
 }

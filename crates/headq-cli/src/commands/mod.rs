@@ -33,7 +33,7 @@ use crate::progress::Bars;
 pub struct Context {
     pub json: bool,
     pub bars: Bars,
-    pub device: Option<String>,
+    pub device: Option<DeviceName>,
     pub dtype: Option<Precision>,
     pub seed: Option<u64>,
     pub threads: usize,
@@ -52,6 +52,11 @@ impl Context {
         // Loading hashes and converts weights on this pool; passes over windows have pools of their own.
         if let Err(error) = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global() {
             tracing::warn!("using the default number of threads: {error}");
+        }
+        for (i, (key, _)) in global.model_set.iter().enumerate() {
+            if global.model_set[..i].iter().any(|(other, _)| other == key) {
+                tracing::warn!("--model-set {key} is given more than once; the last one counts");
+            }
         }
         let load_options = LoadOptions {
             precision: global.dtype.unwrap_or_default(),
@@ -72,7 +77,7 @@ impl Context {
     }
 
     pub fn device_name(&self) -> String {
-        self.device.clone().unwrap_or_else(|| "flex".into())
+        self.device.as_ref().unwrap_or(&DeviceName::Flex).to_string()
     }
 
     /// A device by name, tried in a process of its own where a broken driver could end this one.

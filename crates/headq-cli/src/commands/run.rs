@@ -49,7 +49,7 @@ pub fn run(context: &Context, args: &Run) -> Result<(), LabError> {
 pub fn load(context: &Context, path: &Path) -> Result<RunConfig, LabError> {
     let mut config = RunConfig::load(path)?;
     if let Some(device) = &context.device {
-        config.device = device.clone();
+        config.device = device.to_string();
     }
     if let Some(dtype) = context.dtype {
         config.dtype = dtype;

@@ -61,7 +61,15 @@ pub fn after(request: &Request, trained: &[LayerTrained]) -> Vec<String> {
             request.settings.lr
         )
     };
-    (!gained).then_some(message).into_iter().collect()
+    let worse = trained
+        .iter()
+        .flat_map(|t| t.best_loss.iter().zip(&t.uncorrected_loss))
+        .filter(|(best, none)| best > none)
+        .count();
+    let harmful = (worse > 0).then(|| {
+        format!("{worse} heads lose more with the trained basis than with no correction at all; do without it, or train longer")
+    });
+    (!gained).then_some(message).into_iter().chain(harmful).collect()
 }
 
 /// Heads of a layer that have nothing to correct: no query reads anything of them, or their residuals do not vary.

@@ -32,7 +32,7 @@ pub fn blocks(comparison: &Comparison, command: &str) -> Vec<Block> {
 /// What must be said where a basis had seen what it is judged on.
 fn seen(comparison: &Comparison) -> Option<Text> {
     let by: Vec<String> = comparison.seen_by.iter().map(|s| format!("{} by {}", s.text, s.artifact)).collect();
-    comparison.seen.then(|| Text::strong("Not held out: ").then(format!("texts were seen before ({}).", by.join("; "))))
+    comparison.seen.then(|| Text::strong("Not held out:").then(format!(" texts were seen before ({}).", by.join("; "))))
 }
 
 /// A basis by its name, and how it was made.

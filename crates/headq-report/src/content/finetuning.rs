@@ -21,7 +21,7 @@ pub fn blocks(finetunings: &[Finetuning], command: &str) -> Option<Vec<Block>> {
 }
 
 fn one(Finetuning { summary, measurements }: &Finetuning, command: &str) -> Vec<Block> {
-    let warnings = summary.warnings.iter().map(|w| Block::Paragraph(Text::strong("Note: ").then(format!("{w}."))));
+    let warnings = summary.warnings.iter().map(|w| Block::Paragraph(Text::strong("Note:").then(format!(" {w}."))));
     let mut blocks = vec![Block::Paragraph(how(summary))];
     blocks.extend(warnings);
     blocks.push(Block::Table(layers(summary)));
