@@ -17,7 +17,7 @@ pub fn run(context: &Context, args: &Serve) -> Result<(), LabError> {
 
     use burn::server::{RemoteServer, TokenAuthorizer, WebSocketTransport};
     use headq::DeviceName;
-    use headq::device::TOKEN_VARIABLE;
+    use headq::device::{Precision, TOKEN_VARIABLE};
     use serde_json::json;
 
     let name: DeviceName = context.device_name().parse()?;
@@ -25,7 +25,7 @@ pub fn run(context: &Context, args: &Serve) -> Result<(), LabError> {
         return Err(LabError::Usage(format!("device '{name}': a remote device cannot be lent on; serve where it is")));
     }
     let device = context.device(&context.device_name())?;
-    let label = name.label(&device);
+    let label = name.label(&device, Precision::F32);
     let cannot = |e: &dyn std::fmt::Display| LabError::Usage(format!("--listen {}: {e}", args.listen));
     let listener = TcpListener::bind(&args.listen).map_err(|e| cannot(&e))?;
     let address = listener.local_addr().map_err(|e| cannot(&e))?;
