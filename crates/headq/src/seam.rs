@@ -78,11 +78,11 @@ pub fn dense_attention(site: &AttentionSite, q: Tensor<4>, k: Tensor<4>, v: Tens
     let [_, heads, new, _] = q.dims();
     let [_, kv_heads, total, _] = k.dims();
     let first = total - new;
-    // The fused kernels share KV heads among a group of query heads; their autodiff fallback does not.
-    let (k, v) = if q.is_autodiff() || k.is_autodiff() {
-        (repeat_kv(k, heads / kv_heads), repeat_kv(v, heads / kv_heads))
-    } else {
-        (k, v)
+    // Flex shares KV heads among a group of query heads; Burn's fallback, on other backends and under autodiff, does not.
+    let shared = q.device() == Device::flex() && !q.is_autodiff() && !k.is_autodiff();
+    let (k, v) = match shared {
+        true => (k, v),
+        false => (repeat_kv(k, heads / kv_heads), repeat_kv(v, heads / kv_heads)),
     };
     let windowed = site.window.is_some_and(|w| w < total);
     let square = first == 0;

@@ -14,6 +14,7 @@ pub fn run(_: &Context, _: &Serve) -> Result<(), LabError> {
 #[cfg(feature = "remote")]
 pub fn run(context: &Context, args: &Serve) -> Result<(), LabError> {
     use std::net::TcpListener;
+    use std::path::Path;
 
     use burn::server::{RemoteServer, TokenAuthorizer, WebSocketTransport};
     use headq::DeviceName;
@@ -26,9 +27,9 @@ pub fn run(context: &Context, args: &Serve) -> Result<(), LabError> {
     }
     let device = context.device(&context.device_name())?;
     let label = name.label(&device, Precision::F32);
-    let cannot = |e: &dyn std::fmt::Display| LabError::Usage(format!("--listen {}: {e}", args.listen));
-    let listener = TcpListener::bind(&args.listen).map_err(|e| cannot(&e))?;
-    let address = listener.local_addr().map_err(|e| cannot(&e))?;
+    let cannot = LabError::io(Path::new(&args.listen));
+    let (listener, address) =
+        TcpListener::bind(&args.listen).and_then(|l| l.local_addr().map(|a| (l, a))).map_err(cannot)?;
 
     let mut server = RemoteServer::new([device]);
     match std::env::var(TOKEN_VARIABLE) {
@@ -47,5 +48,7 @@ pub fn run(context: &Context, args: &Serve) -> Result<(), LabError> {
         || json!({ "device": label, "url": url }),
         || format!("{label} is served at {url}; use it with --device remote:{url}; Ctrl-C ends"),
     )?;
-    server.serve(WebSocketTransport::from_listener(listener)).map_err(|e| cannot(&e))
+    server
+        .serve(WebSocketTransport::from_listener(listener))
+        .map_err(|e| headq::Error::Device { device: label, reason: format!("cannot be served: {e}") }.into())
 }
