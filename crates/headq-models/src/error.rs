@@ -175,7 +175,7 @@ pub enum ModelError {
         limit: usize,
     },
     /// A type of weights that the device cannot compute with.
-    #[error("the device has no {asked}; it has {}", known.iter().map(|p| p.to_string()).collect::<Vec<_>>().join(", "))]
+    #[error("the device has no {asked}; --dtype may be {}", known.iter().map(|p| p.to_string()).collect::<Vec<_>>().join(", "))]
     Precision {
         /// What was asked for.
         asked: Precision,

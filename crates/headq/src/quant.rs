@@ -35,7 +35,7 @@ fn stored<const D: usize>(x: Tensor<D>, meta: Meta) -> Tensor<D> {
             let x = x.clamp(-most, most);
             match x.device().supports_dtype(DType::F16) {
                 true => x.cast(FloatDType::F16).cast(float_dtype(wide)),
-                false => nearest_half(x),
+                false => nearest_half(x.cast(FloatDType::F32)).cast(float_dtype(wide)),
             }
         }
     }

@@ -67,7 +67,10 @@ pub fn after(request: &Request, trained: &[LayerTrained]) -> Vec<String> {
         .filter(|(best, none)| best > none)
         .count();
     let harmful = (worse > 0).then(|| {
-        format!("{worse} heads lose more with the trained basis than with no correction at all; do without it, or train longer")
+        format!(
+            "{worse} of {} held-out losses are worse with the trained basis than with no correction at all; do without it, or train longer",
+            trained.iter().map(|t| t.best_loss.len()).sum::<usize>()
+        )
     });
     (!gained).then_some(message).into_iter().chain(harmful).collect()
 }
