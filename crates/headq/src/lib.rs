@@ -50,7 +50,7 @@ pub use device::DeviceName;
 pub use error::Error;
 pub use metrics::{Diagnostics, HeadDiagnostics, LayerProbe, QueryReading, QuerySink, ShiftChange};
 pub use scheme::Scheme;
-pub use seam::{Attention, AttentionSite, DenseAttention, dense_attention, repeat_kv};
+pub use seam::{Attention, AttentionSite, DecodeAttention, DenseAttention, dense_attention, repeat_kv};
 pub use stats::{KeyStatistics, LayerStats, Moments};
 
 /// Standard normal numbers for unit tests.

@@ -29,6 +29,19 @@ pub trait Attention {
     fn attend(&mut self, site: &AttentionSite, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Tensor<4>;
 }
 
+/// Attention of one new token on the host, for decode steps that run on slices instead of tensors.
+///
+/// The same semantics as [`Attention::attend`] with one new token and a batch of one; implementors that are both keep one cache, so that
+/// a prompt can go through tensors and the tokens after it through slices.
+pub trait DecodeAttention {
+    /// Appends one token's key and value, and attends its query to all tokens up to itself.
+    ///
+    /// # Shapes
+    /// - `q`, `out`: `[heads, head_dim]`
+    /// - `k`, `v`: `[kv_heads, head_dim]`, `heads` a multiple of `kv_heads`; query head h reads KV head h / (heads / kv_heads)
+    fn attend_one(&mut self, site: &AttentionSite, q: &[f32], k: &[f32], v: &[f32], out: &mut [f32]);
+}
+
 /// Plain softmax attention over f32 keys and values.
 ///
 /// Stateless by default: every call is a whole sequence (`site.start == 0`). With [`DenseAttention::with_past`] it keeps the
