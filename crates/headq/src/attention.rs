@@ -9,7 +9,9 @@ use burn::tensor::activation::softmax;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 
 use crate::codec::{CodedKeys, HeadqAttention, coded_mask, coded_scores};
+use crate::packed::DenseType;
 use crate::policy::attention_mass;
+use crate::quant::rounded_to_half;
 use crate::scheme::{Flush, Scheme};
 use crate::seam::{Attention, AttentionSite};
 use crate::{Basis, kernels};
@@ -130,9 +132,59 @@ pub struct LayerState {
     values: Store<Tensor<4>>,
     /// Attention mass of each token whose value is not coded yet, after the sinks: `[batch, kv_heads, tokens, 1]`; only under `a2`.
     masses: Option<Tensor<4>>,
+    /// Masses of the values that have been coded, if they are kept.
+    spent: Option<Vec<Tensor<4>>>,
+    /// What dense tokens are rounded to.
+    dense: Option<DenseType>,
+}
+
+/// Sinks and window of a packed store, in tensors `[1, kv_heads, tokens, head_dim]`.
+pub(crate) struct Resumed<C> {
+    pub flush: Option<Flush>,
+    pub coded: Option<C>,
+    pub coded_len: usize,
+    pub sinks: Option<Tensor<4>>,
+    pub window: Option<Tensor<4>>,
+}
+
+impl<C> Resumed<C> {
+    fn store(self, len: usize) -> Store<C> {
+        let first = self.flush.map_or(0, |f| f.sinks);
+        let sinks = self.sinks.clone().filter(|_| len >= first);
+        let (tail, tail_start) = if self.coded_len > 0 {
+            (self.window, first + self.coded_len)
+        } else {
+            let parts: Vec<_> = self.sinks.into_iter().chain(self.window).collect();
+            ((!parts.is_empty()).then(|| Tensor::cat(parts, 2)), 0)
+        };
+        Store { sinks, coded: self.coded, coded_len: self.coded_len, tail, tail_start, len }
+    }
 }
 
 impl LayerState {
+    /// A state whose dense tokens are rounded as a packed cache holds them, and which keeps the masses that values were coded by.
+    pub(crate) fn rounding(dense: DenseType) -> Self {
+        Self { spent: Some(Vec::new()), dense: Some(dense), ..Self::default() }
+    }
+
+    /// The state of a packed cache of `len` tokens.
+    pub(crate) fn resumed(
+        dense: DenseType,
+        len: usize,
+        keys: Resumed<CodedKeys>,
+        values: Resumed<Tensor<4>>,
+        masses: Option<Tensor<4>>,
+    ) -> Self {
+        Self { keys: keys.store(len), values: values.store(len), masses, ..Self::rounding(dense) }
+    }
+
+    /// Masses of the values coded since the state was made, and of those that are not coded yet: `[1, kv_heads, tokens, 1]`, after the
+    /// sinks.
+    pub(crate) fn all_masses(&self) -> Option<Tensor<4>> {
+        let parts: Vec<_> = self.spent.iter().flatten().cloned().chain(self.masses.clone()).collect();
+        (!parts.is_empty()).then(|| Tensor::cat(parts, 2))
+    }
+
     /// Tokens appended so far.
     pub fn len(&self) -> usize {
         self.keys.len
@@ -161,11 +213,19 @@ impl LayerState {
     /// Appends tokens, and codes what they flush; values under `a2` only once [`LayerState::weigh`] has seen the queries.
     pub(crate) fn append(&mut self, module: &HeadqAttention, k: Tensor<4>, v: Tensor<4>) {
         let key_flush = module.key_flush();
-        self.keys.append(module.shift_keys(k), key_flush);
+        let (k, v) = (self.rounded(module.shift_keys(k)), self.rounded(v));
+        self.keys.append(k, key_flush);
         self.keys.code_up_to(self.keys.len, key_flush, |x, _| module.code_keys(x), CodedKeys::cat);
         self.values.append(v, module.value_flush());
         if !module.weighs_values() {
             self.code_values(module, self.values.len);
+        }
+    }
+
+    fn rounded(&self, x: Tensor<4>) -> Tensor<4> {
+        match self.dense {
+            Some(DenseType::F16) => rounded_to_half(x),
+            Some(DenseType::F32) | None => x,
         }
     }
 
@@ -195,10 +255,13 @@ impl LayerState {
     /// Codes the values that are flushed once `len` tokens are there.
     fn code_values(&mut self, module: &HeadqAttention, len: usize) {
         let flush = module.value_flush();
-        let masses = &mut self.masses;
+        let (masses, spent) = (&mut self.masses, &mut self.spent);
         let code = |x: Tensor<4>, start| {
             let (coded, all) = (x.dims()[2], masses.as_ref().map_or(0, |m| m.dims()[2]));
             let own = masses.as_ref().map(|m| m.clone().narrow(2, 0, coded));
+            if let Some(spent) = spent {
+                spent.extend(own.clone());
+            }
             *masses = masses.take().filter(|_| all > coded).map(|m| m.narrow(2, coded, all - coded));
             module.code_values(x, start, own)
         };

@@ -5,8 +5,8 @@ use burn::tensor::{Bool, Device, Tensor, TensorData};
 
 use crate::basis::Basis;
 use crate::correction::Correction;
-use crate::policy::{self, Place};
-use crate::quant::BaseQuantizer;
+use crate::policy::{self, Place, StoredValues};
+use crate::quant::{BaseQuantizer, Stored};
 use crate::scheme::{Flush, Policy, Scheme};
 use crate::stats::KeyStatistics;
 
@@ -139,6 +139,25 @@ impl HeadqAttention {
         let base = self.base.as_ref().expect("coded keys have a base quantizer").read_back(keys.clone());
         let side = self.correction.as_ref().map(|c| c.code(keys - base.clone()));
         CodedKeys { base, side }
+    }
+
+    /// What is stored of whole groups of shifted keys, base and side: what [`HeadqAttention::code_keys`] reads back.
+    pub(crate) fn store_keys(&self, keys: Tensor<4>) -> (Stored, Option<Stored>) {
+        let base = self.base.as_ref().expect("coded keys have a base quantizer");
+        let stored = base.store(keys.clone());
+        let side = self.correction.as_ref().map(|c| c.store(keys.clone() - base.read_back(keys)));
+        (stored, side)
+    }
+
+    /// What is stored of whole groups of values: what [`HeadqAttention::code_values`] reads back; `None` where values are dense.
+    pub(crate) fn store_values(
+        &self,
+        values: Tensor<4>,
+        start: usize,
+        masses: Option<Tensor<4>>,
+    ) -> Option<StoredValues> {
+        let (value, flush) = self.scheme.value.as_ref().zip(self.value_flush())?;
+        Some(policy::store(value, flush.group, values, masses, Place { layer: self.layer, start }))
     }
 
     /// Codes whole groups of values and reads them back.

@@ -4,7 +4,7 @@ use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor, TensorData};
 
 use crate::basis::Basis;
-use crate::quant::{clip_width, side_read_back};
+use crate::quant::{Stored, clip_width, side_read_back, store_side};
 use crate::scheme::{KeyScheme, Meta, SideScheme};
 
 /// Clip factors stay at or above this, so that no range closes in training.
@@ -105,6 +105,16 @@ impl Correction {
         let z = self.encode(residual);
         let clip = self.clip.as_ref().map(|c| c.val());
         side_read_back(&self.side, self.group, self.meta, z, clip).mul_scalar(self.side.sign.factor())
+    }
+
+    /// What is stored of the residuals of whole groups: what [`Correction::code`] reads back, before the sign.
+    pub(crate) fn store(&self, residual: Tensor<4>) -> Stored {
+        store_side(&self.side, self.group, self.meta, self.encode(residual), self.clip.as_ref().map(|c| c.val()))
+    }
+
+    /// The side scheme that it follows.
+    pub(crate) fn side(&self) -> &SideScheme {
+        &self.side
     }
 
     /// z = Wᵀe, one product for each group, so that a group's codes do not depend on how many groups are coded together.

@@ -42,6 +42,25 @@ pub enum Error {
         /// What is missing or wrong.
         reason: String,
     },
+    /// A packed cache cannot go back that far.
+    #[error(
+        "a packed cache cannot be cut to {len} tokens: some that would then be dense are held only as codes; \
+         give {shortest} or more, or keep dense copies (PackedCache::with_rewind)"
+    )]
+    Truncate {
+        /// Tokens asked for.
+        len: usize,
+        /// The shortest length that is possible.
+        shortest: usize,
+    },
+    /// A saved cache cannot be read or written.
+    #[error("{file}: {reason}")]
+    CacheFile {
+        /// The file.
+        file: String,
+        /// What was expected and found, what to do.
+        reason: String,
+    },
     /// A basis family cannot be derived.
     #[error("basis {family}: {reason}")]
     Basis {

@@ -10,7 +10,6 @@ use std::ops::Range;
 
 use burn::tensor::activation::silu;
 use burn::tensor::{DType, Device, Tensor, TensorData};
-use pulp::{Arch, NullaryFnOnce};
 use rayon::prelude::*;
 
 /// Runs a loop compiled for the running machine. The loop is a method of a type, because that is what gets inlined into the code
@@ -18,7 +17,7 @@ use rayon::prelude::*;
 macro_rules! vectorized {
     (|$($name:ident: $type:ty),*| -> $output:ty $body:block) => {{
         struct Loop<'a>($($type,)* std::marker::PhantomData<&'a ()>);
-        impl<'a> NullaryFnOnce for Loop<'a> {
+        impl<'a> pulp::NullaryFnOnce for Loop<'a> {
             type Output = $output;
             #[inline(always)]
             fn call(self) -> $output {
@@ -26,9 +25,10 @@ macro_rules! vectorized {
                 $body
             }
         }
-        Arch::new().dispatch(Loop($($name,)* std::marker::PhantomData))
+        pulp::Arch::new().dispatch(Loop($($name,)* std::marker::PhantomData))
     }};
 }
+pub(crate) use vectorized;
 
 /// Lanes of an f64 accumulator: one AVX-512 register.
 const LANES: usize = 8;
@@ -86,7 +86,7 @@ fn exp_excess(x: f64) -> f64 {
 
 /// e^x for x ≤ 88, to about 2 ulp; 0 below −87.
 #[inline(always)]
-fn exp32(x: f32) -> f32 {
+pub(crate) fn exp32(x: f32) -> f32 {
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
     /// 1.5·2²³

@@ -15,6 +15,7 @@
 //! | [`policy`] | which tokens' values get more bits |
 //! | [`stats`], [`basis`] | second moments of queries and residuals; bases derived from them |
 //! | [`codec`], [`attention`] | one layer's codec and attention as a Burn module; a whole model's cache |
+//! | [`packed`] | the packed cache: codes in bits, and one token's attention over them |
 //! | [`metrics`] | score, attention, storage and readout errors E1–E8 |
 //! | [`correction`], [`learn`] | the trainable correction as a Burn module; losses that train it |
 //! | [`device`] | devices by name |
@@ -35,6 +36,7 @@ pub mod gaussian;
 pub mod kernels;
 pub mod learn;
 pub mod metrics;
+pub mod packed;
 pub mod policy;
 pub mod quant;
 pub mod rotation;
@@ -49,6 +51,7 @@ pub use correction::Correction;
 pub use device::DeviceName;
 pub use error::Error;
 pub use metrics::{Diagnostics, HeadDiagnostics, LayerProbe, QueryReading, QuerySink, ShiftChange};
+pub use packed::{DenseType, PackedCache};
 pub use scheme::Scheme;
 pub use seam::{Attention, AttentionSite, DecodeAttention, DenseAttention, dense_attention, repeat_kv};
 pub use stats::{KeyStatistics, LayerStats, Moments};

@@ -6,7 +6,7 @@
 
 use burn::tensor::{Bool, Device, Tensor, TensorData};
 
-use crate::quant::value_read_back_at;
+use crate::quant::{Stored, store_values_at, value_read_back_at};
 use crate::scheme::{Flush, Policy, ValueScheme};
 
 /// Where a block of tokens lies.
@@ -88,6 +88,32 @@ pub(crate) fn read_back(
     let heavy = heavy_half(weights.expand([b, h, n, 1]), group).expand(shape);
     let more = value_read_back_at(value, value.bits + 1, values.clone());
     value_read_back_at(value, value.bits - 1, values).mask_where(heavy, more)
+}
+
+/// What is stored of whole groups of values under a policy: what [`read_back`] reads back.
+pub(crate) struct StoredValues {
+    /// Which tokens have one bit more than the mean, the others having one less: `[batch, kv_heads, tokens, 1]`; `None` where all
+    /// have the same, which `light` then is.
+    pub heavy: Option<(Tensor<4, Bool>, Stored)>,
+    /// Codes of tokens that are not heavy; codes of heavy tokens here mean nothing.
+    pub light: Stored,
+}
+
+/// As [`read_back`].
+pub(crate) fn store(
+    value: &ValueScheme,
+    group: usize,
+    values: Tensor<4>,
+    masses: Option<Tensor<4>>,
+    place: Place,
+) -> StoredValues {
+    let Some(weights) = weights(value, &values, masses, place) else {
+        return StoredValues { heavy: None, light: store_values_at(value, value.bits, values) };
+    };
+    let [b, h, n, _] = values.dims();
+    let heavy = heavy_half(weights.expand([b, h, n, 1]), group);
+    let more = store_values_at(value, value.bits + 1, values.clone());
+    StoredValues { heavy: Some((heavy, more)), light: store_values_at(value, value.bits - 1, values) }
 }
 
 /// Σ p̂_tj² over the query heads of each KV head, and over the queries that see token j before it is flushed.

@@ -41,6 +41,11 @@ fn stored<const D: usize>(x: Tensor<D>, meta: Meta) -> Tensor<D> {
     }
 }
 
+/// Rounded to half precision, as dense tokens of an f16 cache are; beyond its largest number they saturate.
+pub(crate) fn rounded_to_half<const D: usize>(x: Tensor<D>) -> Tensor<D> {
+    stored(x, Meta::F16)
+}
+
 /// The nearest half-precision number of a finite f32, for devices that have no such type.
 ///
 /// Products and differences of f32 that round to 11 significant bits (Veltkamp's splitting), and below 2⁻¹⁴ to multiples of 2⁻²⁴, the
@@ -154,6 +159,20 @@ pub(crate) fn plain<const D: usize>(x: Tensor<D>) -> Tensor<D> {
     if x.is_autodiff() { x.inner() } else { x }
 }
 
+/// What whole groups are stored as: whole numbers, and the scales and zeros that turn them back.
+///
+/// x̂ = zero + scale · level(code), where level is the code itself but for quantizers with a table of levels.
+#[derive(Debug, Clone)]
+pub(crate) struct Stored {
+    /// 0 … 2^bits − 1, as floats: `[batch, heads, groups · G, width]`
+    pub codes: Tensor<4>,
+    /// As stored; `None` where calibration fixed it. `[batch, heads, groups, width]` where the tokens of a group share a range,
+    /// `[batch, heads, groups · G, width / c]` where c channels of a token do.
+    pub scale: Option<Tensor<4>>,
+    /// As `scale`; `None` also where codes are symmetric about 0.
+    pub zero: Option<Tensor<4>>,
+}
+
 /// What shares one range, in a block of whole groups `[batch, heads, groups · G, width]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Axis {
@@ -195,6 +214,29 @@ impl Axis {
         let shape = x.dims();
         let (split, axis) = self.split(shape);
         read_back(x.reshape(split), axis, bits, range, meta).reshape(shape)
+    }
+
+    /// What [`Axis::read_back`], or with clip factors [`Axis::clipped_read_back`], reads back.
+    fn store(self, x: Tensor<4>, bits: u32, range: f32, clip: Option<Tensor<3>>, meta: Meta) -> Stored {
+        let shape @ [b, h, _, _] = x.dims();
+        let (split, axis) = self.split(shape);
+        let x = x.reshape(split);
+        let affine = match clip {
+            None => Affine::quantize(x, axis, bits, range, meta),
+            Some(clip) => {
+                let [heads, _, width] = clip.dims();
+                Affine::quantize_clipped(x, axis, bits, plain(clip).reshape([1, heads, 1, 1, width]), meta)
+            }
+        };
+        let ranges = |x: Tensor<5>| {
+            let [_, _, rows, a, c] = x.dims();
+            x.reshape([b, h, rows, a * c])
+        };
+        Stored {
+            codes: affine.codes.reshape(shape),
+            scale: Some(ranges(affine.scale)),
+            zero: Some(ranges(affine.zero)),
+        }
     }
 
     /// The same with clip factors `[heads, 1, width]`, or `[heads, 1, 1]` where channels share a range.
@@ -297,6 +339,38 @@ impl BaseQuantizer {
         }
     }
 
+    /// What is stored of whole groups of shifted keys: what [`BaseQuantizer::read_back`] reads back.
+    pub(crate) fn store(&self, keys: Tensor<4>) -> Stored {
+        let base = &self.base;
+        let ranged = |axis: Axis, keys| {
+            let clip = self.clip().map(|clip| clip.mul_scalar(base.range));
+            axis.store(keys, base.bits, base.range, clip, base.meta)
+        };
+        match base.quantizer {
+            Quantizer::Kivi => ranged(Axis::Group(base.flush.group), keys),
+            Quantizer::Token => ranged(Axis::Channels(base.channels), keys),
+            Quantizer::Grid => {
+                let step = self.step.clone().expect("a grid is made with its steps");
+                let half = f64::from(1u32 << (base.bits - 1));
+                Stored { codes: grid_codes(keys, step, half) + half, scale: None, zero: None }
+            }
+            Quantizer::Rotated => rotated_codes(keys, base),
+        }
+    }
+
+    /// μ of `center`: `[1, kv_heads, 1, head_dim]`.
+    pub(crate) fn offset(&self) -> Option<Tensor<4>> {
+        self.offset.clone()
+    }
+
+    /// Δ of `grid` and the value of code 0, −(2^{b−1} − ½)Δ, each `[kv_heads, head_dim]`.
+    pub(crate) fn fixed_ranges(&self) -> Option<(Vec<f32>, Vec<f32>)> {
+        let step: Vec<f32> = self.step.clone()?.into_data_as::<f32>().try_to_vec().expect("converted to f32");
+        let lowest = 0.5 - f64::from(1u32 << (self.base.bits - 1));
+        let zero = step.iter().map(|&s| (f64::from(s) * lowest) as f32).collect();
+        Some((step, zero))
+    }
+
     fn ranged(&self, axis: Axis, keys: Tensor<4>) -> Tensor<4> {
         let base = &self.base;
         match self.clip() {
@@ -350,52 +424,86 @@ fn straight_through<const D: usize>(
 fn grid(x: Tensor<4>, step: Tensor<4>, bits: u32) -> (Tensor<4>, Tensor<4, Bool>) {
     let half = f64::from(1u32 << (bits - 1));
     let step = step.cast(float_dtype(x.dtype()));
-    let divisor = step.clone().mask_fill(step.clone().equal_scalar(0.0), 1.0);
-    let codes = (x.clone() / divisor).floor().clamp(-half, half - 1.0);
+    let codes = grid_codes(x.clone(), step.clone(), half);
     let inside = x.clone().abs().lower_equal(step.clone().mul_scalar(half).expand(x.shape()));
     ((codes + 0.5) * step, inside)
+}
+
+/// ⌊x/Δ⌋ on `2 · half` levels.
+fn grid_codes(x: Tensor<4>, step: Tensor<4>, half: f64) -> Tensor<4> {
+    let divisor = step.clone().mask_fill(step.equal_scalar(0.0), 1.0);
+    (x / divisor).floor().clamp(-half, half - 1.0)
 }
 
 /// Rotated, each token's c neighbouring channels divided by their root mean square, the nearest Lloyd–Max level taken, and back.
 fn rotated(keys: Tensor<4>, base: &BaseScheme) -> Tensor<4> {
     let [b, h, n, d] = keys.dims();
-    let (g, c) = (base.flush.group, base.channels.unwrap_or(d));
-    let device = keys.device();
-    let matrix = TensorData::new(kept_rotation(d).to_vec(), [1, 1, 1, d, d]);
-    let matrix = Tensor::<5>::from_data(matrix, &device);
-    let matrix = matrix.cast(float_dtype(keys.dtype())).expand([b, h, n / g, d, d]);
-    // One product for each group, so that a group's codes do not depend on how many groups are coded together.
-    let turned = keys.reshape([b, h, n / g, g, d]).matmul(matrix.clone());
-    let read = straight_through(turned.reshape([b, h, n, d / c, c]), |x| {
-        let scale = stored(x.clone().square().mean_dim(4).sqrt(), base.meta);
-        let divisor = scale.clone().mask_fill(scale.clone().equal_scalar(0.0), 1.0);
-        let (levels, inside) = nearest_gaussian_level(x / divisor, base.bits);
+    let g = base.flush.group;
+    let (turned, matrix) = turn(keys, base);
+    let read = straight_through(turned, |x| {
+        let (scaled, scale) = scaled_by_rms(x, base.meta);
+        let (levels, inside) = nearest_gaussian_level(scaled, base.bits);
         (levels * scale, inside)
     });
     read.reshape([b, h, n / g, g, d]).matmul(matrix.swap_dims(3, 4)).reshape([b, h, n, d])
+}
+
+/// What is stored of rotated keys: indices of levels, and each token's scales.
+fn rotated_codes(keys: Tensor<4>, base: &BaseScheme) -> Stored {
+    let shape @ [b, h, n, _] = keys.dims();
+    let (scaled, scale) = scaled_by_rms(turn(keys, base).0, base.meta);
+    let chunks = scaled.dims()[3];
+    let codes = gaussian_codes(scaled.flatten(0, 4), base.bits).float();
+    Stored { codes: codes.reshape(shape), scale: Some(scale.reshape([b, h, n, chunks])), zero: None }
+}
+
+/// Rotated keys `[batch, heads, tokens, width / c, c]`, and the rotation of each group.
+fn turn(keys: Tensor<4>, base: &BaseScheme) -> (Tensor<5>, Tensor<5>) {
+    let [b, h, n, d] = keys.dims();
+    let (g, c) = (base.flush.group, base.channels.unwrap_or(d));
+    let matrix = TensorData::new(kept_rotation(d).to_vec(), [1, 1, 1, d, d]);
+    let matrix = Tensor::<5>::from_data(matrix, &keys.device());
+    let matrix = matrix.cast(float_dtype(keys.dtype())).expand([b, h, n / g, d, d]);
+    // One product for each group, so that a group's codes do not depend on how many groups are coded together.
+    let turned = keys.reshape([b, h, n / g, g, d]).matmul(matrix.clone());
+    (turned.reshape([b, h, n, d / c, c]), matrix)
+}
+
+/// x over its root mean square along the last axis, as that is stored.
+fn scaled_by_rms(x: Tensor<5>, meta: Meta) -> (Tensor<5>, Tensor<5>) {
+    let scale = stored(x.clone().square().mean_dim(4).sqrt(), meta);
+    let divisor = scale.clone().mask_fill(scale.clone().equal_scalar(0.0), 1.0);
+    (x / divisor, scale)
 }
 
 /// The nearest Lloyd–Max level of each number, and where it lies between the outermost levels.
 fn nearest_gaussian_level<const D: usize>(x: Tensor<D>, bits: u32) -> (Tensor<D>, Tensor<D, Bool>) {
     let table = lloyd_max(bits);
     let (shape, device, dtype) = (x.shape(), x.device(), float_dtype(x.dtype()));
-    let row = |values: &[f64]| -> Tensor<1> {
-        let values: Vec<f32> = values.iter().map(|&v| v as f32).collect();
-        let length = values.len();
-        Tensor::<1>::from_data(TensorData::new(values, [length]), &device).cast(dtype)
-    };
     let outermost = table.levels[table.levels.len() - 1];
     let inside = x.clone().abs().lower_equal_scalar(outermost);
-    let flat: Tensor<1> = x.flatten(0, D - 1);
+    let codes = gaussian_codes(x.flatten(0, D - 1), bits);
+    (row(&table.levels, &device, dtype).select(0, codes).reshape(shape), inside)
+}
+
+/// Index of the nearest Lloyd–Max level of each number.
+fn gaussian_codes(x: Tensor<1>, bits: u32) -> Tensor<1, Int> {
+    let device = x.device();
     // Binary search: each round halves the 2^bits candidates that begin at `low`.
-    let thresholds = row(&table.thresholds);
-    let mut low: Tensor<1, Int> = Tensor::zeros(flat.dims(), &device);
+    let thresholds = row(&lloyd_max(bits).thresholds, &device, float_dtype(x.dtype()));
+    let mut low: Tensor<1, Int> = Tensor::zeros(x.dims(), &device);
     for round in (0..bits).rev() {
         let half = 1i64 << round;
         let middle = thresholds.clone().select(0, low.clone().add_scalar(half - 1));
-        low = low + flat.clone().greater(middle).int().mul_scalar(half);
+        low = low + x.clone().greater(middle).int().mul_scalar(half);
     }
-    (row(&table.levels).select(0, low).reshape(shape), inside)
+    low
+}
+
+fn row(values: &[f64], device: &Device, dtype: FloatDType) -> Tensor<1> {
+    let values: Vec<f32> = values.iter().map(|&v| v as f32).collect();
+    let length = values.len();
+    Tensor::<1>::from_data(TensorData::new(values, [length]), device).cast(dtype)
 }
 
 /// Side reconstruction ẑ = Q_s(z) of whole groups of G tokens, with the straight-through gradient.
@@ -413,6 +521,11 @@ pub fn side_read_back(side: &SideScheme, group: usize, meta: Meta, z: Tensor<4>,
     }
 }
 
+/// What is stored of side codes: what [`side_read_back`] reads back.
+pub(crate) fn store_side(side: &SideScheme, group: usize, meta: Meta, z: Tensor<4>, clip: Option<Tensor<3>>) -> Stored {
+    Axis::of_side(side, group).store(z, side.bits, 1.0, clip, meta)
+}
+
 /// Clip factors of each side head: one for each coefficient where it has ranges of its own, or one for all of them.
 pub fn clip_width(scales: SideScales, rank: usize) -> usize {
     match scales {
@@ -427,6 +540,11 @@ pub fn clip_width(scales: SideScales, rank: usize) -> usize {
 /// `[batch, kv_heads, tokens, head_dim]`, in and out
 pub(crate) fn value_read_back_at(value: &ValueScheme, bits: u32, values: Tensor<4>) -> Tensor<4> {
     Axis::Channels(value.channels).read_back(values, bits, value.range, value.meta)
+}
+
+/// What is stored of values at a number of bits: what [`value_read_back_at`] reads back.
+pub(crate) fn store_values_at(value: &ValueScheme, bits: u32, values: Tensor<4>) -> Stored {
+    Axis::Channels(value.channels).store(values, bits, value.range, None, value.meta)
 }
 
 /// Code bits per value element: codes, scales and zeros, and the map that says which token has how many bits.

@@ -5,52 +5,11 @@
 mod common;
 
 use burn::tensor::{Device, Tensor};
-use common::{basis, heads, modules, normal, read, teacher_forced};
+use common::{SCHEMES, basis, heads, modules, normal, read, teacher_forced};
 use headq::scheme::{Flush, Scheme};
 use headq::{Attention, AttentionSite, DenseAttention, DeviceName, QuantizedCache};
 
 const D: usize = 16;
-
-const SCHEMES: &[&str] = &[
-    "dense",
-    "kivi-1(g=8,r=5)",
-    "kivi-2(g=8,r=5)",
-    "kivi-3(g=8,r=0)",
-    "kivi-4(g=8,r=5,sinks=3)",
-    "kivi-8(g=8,r=5)",
-    "token-1(g=8,r=5)",
-    "token-2(g=8,r=5,c=8)",
-    "token-4(g=1,r=1)",
-    "token-8(g=8,r=5,sinks=2,c=4)",
-    "kivi-2(g=8,r=5)+query-pca(rank=4,bits=4)",
-    "kivi-2(g=8,r=5)+query-pca(rank=4,bits=4,sign=-1)",
-    "kivi-2(g=8,r=5)+query-pca-centered(rank=3,bits=2,scales=token)",
-    "kivi-2(g=8,r=5)+score-optimal(rank=4,bits=3)",
-    "kivi-2(g=8,r=5,sinks=4)+score-optimal(rank=5,bits=8,scope=query-head)",
-    "token-2(g=8,r=5)+residual-pca(rank=2,bits=5)",
-    "token-2(g=8,r=5)+random(rank=16,bits=8,scales=token)",
-    "dense/token-2(g=8,r=5,c=8)",
-    "kivi-2(g=8,r=5)/token-2(c=4)",
-    "kivi-2(g=8,r=5,sinks=1)+query-pca(rank=4,bits=4)/token-3(c=8,g=4,r=9,sinks=2)",
-    "kivi-2(g=8,r=5,center,range=0.85)",
-    "token-2(g=8,r=5,center,sinks=2)",
-    "grid-1(g=8,r=5)",
-    "grid-2(g=8,r=5,c=1)",
-    "grid-3(g=8,r=0,c=4,center,range=0.9)",
-    "grid-8(g=8,r=5,center)",
-    "grid-2(g=8,r=5,center)+score-optimal(rank=4,bits=3)/token-2(c=8)",
-    "rotated-1(g=8,r=5)",
-    "rotated-2(g=8,r=5,c=4,center)",
-    "rotated-4(g=1,r=3,sinks=2)",
-    "rotated-8(g=8,r=5)",
-    "rotated-3(g=8,r=5)+query-pca(rank=4,bits=4,scope=query-head)/a2-3(c=8)",
-    "dense/a2-2(g=8,r=5,c=8)",
-    "kivi-2(g=8,r=0)/a2-4(g=4,r=0)",
-    "kivi-2(g=8,r=5,sinks=3)+query-pca(rank=4,bits=4)/a2-2(c=8,g=6,r=7,sinks=1)",
-    "kivi-2(g=8,r=5)/mse-2(c=8)",
-    "kivi-2(g=8,r=5)/random-3(c=4)",
-    "kivi-2(g=8,r=5)/recency-2(c=8,sinks=2)",
-];
 
 fn site(start: usize, window: Option<usize>) -> AttentionSite {
     AttentionSite { layer: 0, start, scale: 1.0 / (D as f64).sqrt(), window }

@@ -1,0 +1,653 @@
+//! The packed cache of one layer, and one query's attention over it.
+
+use std::cell::RefCell;
+use std::ops::Range;
+use std::sync::Arc;
+
+use burn::tensor::{Device, Tensor, TensorData};
+use rayon::prelude::*;
+
+use super::kernels::{self, MOST_QUERIES, TILE};
+use super::keys::{Folded, KeyCodes, Queries, Ranges, group_ranges, token_ranges};
+use super::reals::DenseType;
+use super::rows::LANES;
+use super::stream::{Place, Stream};
+use super::values::{NewValues, ValueBuffers, ValueCodes, Widths};
+use crate::attention::{LayerState, Resumed};
+use crate::budget::HeadShape;
+use crate::codec::{CodedKeys, HeadqAttention};
+use crate::gaussian::lloyd_max;
+use crate::quant::Stored;
+use crate::rotation::kept_rotation;
+use crate::scheme::{Policy, Quantizer, Scope, SideScales};
+use crate::seam::AttentionSite;
+
+/// Tokens of a piece of work, a multiple of a tile: the same whatever the number of threads, so that sums do not depend on it.
+const PIECE: usize = 4 * TILE;
+/// Tokens times query groups below which threads cost more than they save.
+const ALONE: usize = 768;
+
+/// Side codes and what turns queries towards them.
+#[derive(Debug, Clone)]
+struct Side {
+    codes: KeyCodes,
+    /// ±Uᵀ of each side head: `[side_heads, rank, head_dim]`.
+    decoder: Vec<f32>,
+    /// Whether each query head has a code of its own.
+    by_query_head: bool,
+}
+
+/// The packed cache of one layer.
+#[derive(Debug, Clone)]
+pub(super) struct PackedLayer {
+    module: HeadqAttention,
+    shape: HeadShape,
+    pub keys: Stream,
+    pub values: Stream,
+    pub key_codes: Option<KeyCodes>,
+    side: Option<Side>,
+    pub value_codes: Option<ValueCodes>,
+    /// Rᵀ, where base codes are of rotated keys: `[head_dim, head_dim]`, applied to queries.
+    rotation: Option<Vec<f32>>,
+    /// μ of `center`: `[kv_heads, head_dim]`.
+    offset: Option<Vec<f32>>,
+    /// Attention mass of the tokens whose values are not coded yet, after the sinks, `[tokens, kv_heads]`; only under `a2`.
+    pub masses: Vec<f32>,
+    /// Dense copies reach this many tokens back.
+    pub rewind: usize,
+}
+
+/// Query heads that are handled together, in each form in which they are needed.
+#[derive(Debug, Default)]
+struct QueryGroup {
+    kv_head: usize,
+    /// First query head.
+    head: usize,
+    count: usize,
+    /// Scaled: `[count, head_dim]`.
+    plain: Vec<f32>,
+    /// As base codes are scored: `[head_dim, count]`.
+    base: Queries,
+    /// qU: `[rank, count]`, or one after the other `[count][rank, 1]` where each query head has its own.
+    side: Vec<Queries>,
+}
+
+/// Buffers that decode steps share.
+#[derive(Debug, Default)]
+pub(super) struct Scratch {
+    groups: Vec<QueryGroup>,
+    /// For each group and piece of work: m of each query, Σp of each, Σp·v of each.
+    partial: Vec<f32>,
+    shifted: Vec<f32>,
+}
+
+/// Buffers of one thread.
+#[derive(Debug, Default)]
+struct Buffers {
+    folded: Folded,
+    values: ValueBuffers,
+    wide: Vec<f32>,
+}
+
+thread_local! {
+    static BUFFERS: RefCell<Buffers> = RefCell::default();
+}
+
+fn host<const D: usize>(x: Tensor<D>) -> Vec<f32> {
+    x.into_data_as::<f32>().try_to_vec().expect("converted to f32")
+}
+
+impl PackedLayer {
+    pub fn new(module: HeadqAttention, shape: HeadShape, kind: DenseType, rewind: usize) -> Self {
+        let HeadShape { heads, kv_heads, head_dim, .. } = shape;
+        let scheme = *module.scheme();
+        let key_codes = scheme.key.map(|key| {
+            let base = &key.base;
+            let meta = base.meta.into();
+            let channels = base.channels.unwrap_or(head_dim);
+            let ranges = match base.quantizer {
+                Quantizer::Kivi => group_ranges(meta, kv_heads, base.flush.group, head_dim),
+                Quantizer::Token => token_ranges(meta, kv_heads, head_dim, channels, true),
+                Quantizer::Rotated => token_ranges(meta, kv_heads, head_dim, channels, false),
+                Quantizer::Grid => {
+                    let fixed = module.base.as_ref().and_then(|b| b.fixed_ranges());
+                    let (scale, zero) = fixed.expect("a grid is made with its steps");
+                    Ranges::Fixed { scale, zero }
+                }
+            };
+            let levels = (base.quantizer == Quantizer::Rotated).then(|| {
+                let mut table = [0.0; 256];
+                for (to, from) in table.iter_mut().zip(&lloyd_max(base.bits).levels) {
+                    *to = *from as f32;
+                }
+                Arc::new(table)
+            });
+            KeyCodes::new(head_dim, &vec![vec![base.bits; head_dim]; kv_heads], ranges, levels)
+        });
+        let side = scheme.key.and_then(|key| key.side.map(|side| (key, side))).map(|(key, side)| {
+            let by_query_head = side.scope == Scope::QueryHead;
+            let side_heads = if by_query_head { heads } else { kv_heads };
+            let meta = key.base.meta.into();
+            let ranges = match side.scales {
+                SideScales::Group => group_ranges(meta, side_heads, key.base.flush.group, side.rank),
+                SideScales::Token => token_ranges(meta, side_heads, side.rank, side.rank, true),
+            };
+            let codes = KeyCodes::new(side.rank, &vec![vec![side.bits; side.rank]; side_heads], ranges, None);
+            let decoder = module.decoder().expect("a side code has a decoder").swap_dims(1, 2);
+            let decoder = host(decoder).into_iter().map(|u| u * side.sign.factor() as f32).collect();
+            Side { codes, decoder, by_query_head }
+        });
+        let value_codes = scheme.value.map(|value| {
+            let flush = value.flush(scheme.key.as_ref());
+            let widths = if value.policy.mixed() {
+                Widths::Mixed { mean: value.bits, group: flush.group }
+            } else {
+                Widths::Same(value.bits)
+            };
+            let channels = value.channels.unwrap_or(head_dim);
+            ValueCodes::new(kv_heads, head_dim, channels, widths, value.meta.into())
+        });
+        let rotated = scheme.key.is_some_and(|key| key.base.quantizer == Quantizer::Rotated);
+        let rotation = rotated.then(|| {
+            let matrix = kept_rotation(head_dim);
+            (0..head_dim * head_dim).map(|at| matrix[at % head_dim * head_dim + at / head_dim]).collect()
+        });
+        let offset = module.base.as_ref().and_then(|base| base.offset()).map(host);
+        Self {
+            keys: Stream::new(module.key_flush(), kind, kv_heads, head_dim),
+            values: Stream::new(module.value_flush(), kind, kv_heads, head_dim),
+            key_codes,
+            side,
+            value_codes,
+            rotation,
+            offset,
+            masses: Vec::new(),
+            rewind,
+            module,
+            shape,
+        }
+    }
+
+    pub fn module(&self) -> &HeadqAttention {
+        &self.module
+    }
+
+    pub fn side_codes(&self) -> Option<&KeyCodes> {
+        self.side.as_ref().map(|side| &side.codes)
+    }
+
+    pub fn side_codes_mut(&mut self) -> Option<&mut KeyCodes> {
+        self.side.as_mut().map(|side| &mut side.codes)
+    }
+
+    pub fn len(&self) -> usize {
+        self.keys.len
+    }
+
+    fn weighs(&self) -> bool {
+        self.module.scheme().value.is_some_and(|v| v.policy == Policy::A2)
+    }
+
+    /// Bytes held.
+    pub fn bytes(&self) -> usize {
+        let codes = self.key_codes.as_ref().map_or(0, KeyCodes::bytes)
+            + self.side.as_ref().map_or(0, |side| side.codes.bytes())
+            + self.value_codes.as_ref().map_or(0, ValueCodes::bytes);
+        self.keys.bytes() + self.values.bytes() + codes + self.masses.capacity() * size_of::<f32>()
+    }
+
+    /// Shortest length that can be gone back to.
+    pub fn shortest(&self) -> usize {
+        if self.weighs() && self.len() > 0 { self.len() } else { self.keys.shortest().max(self.values.shortest()) }
+    }
+
+    /// Goes back to `len` tokens, at least [`PackedLayer::shortest`].
+    pub fn truncate(&mut self, len: usize) {
+        if len >= self.len() {
+            return;
+        }
+        let (keys, values) = (self.keys.truncate(len), self.values.truncate(len));
+        if let Some(codes) = &mut self.key_codes {
+            codes.truncate(keys);
+        }
+        if let Some(side) = &mut self.side {
+            side.codes.truncate(keys);
+        }
+        if let Some(codes) = &mut self.value_codes {
+            codes.truncate(values);
+        }
+    }
+
+    /// Whole groups as a tensor for the quantizer: `[1, kv_heads, tokens, head_dim]`.
+    fn groups(&self, dense: Vec<f32>, device: &Device) -> Tensor<4> {
+        let tokens = dense.len() / (self.shape.kv_heads * self.shape.head_dim);
+        Tensor::from_data(TensorData::new(dense, [1, self.shape.kv_heads, tokens, self.shape.head_dim]), device)
+    }
+
+    /// Codes the keys and values that are due.
+    ///
+    /// # Shapes
+    /// - `masses`: `[kv_heads, tokens]` of the values that are due, under `a2`
+    fn flush(&mut self, masses: Option<Vec<f32>>, device: &Device) {
+        let due = self.keys.due();
+        if !due.is_empty() {
+            let keys = self.groups(self.keys.dense(due.clone()), device);
+            let (base, side) = self.module.store_keys(keys);
+            append_keys(self.key_codes.as_mut().expect("keys that are due have codes"), base);
+            if let (Some(to), Some(side)) = (&mut self.side, side) {
+                append_keys(&mut to.codes, side);
+            }
+        }
+        self.keys.coded_up_to(due.end, self.rewind);
+        let due = self.values.due();
+        if !due.is_empty() {
+            let values = self.groups(self.values.dense(due.clone()), device);
+            let masses = masses
+                .map(|m| Tensor::<4>::from_data(TensorData::new(m, [1, self.shape.kv_heads, due.len(), 1]), device));
+            let stored = self.module.store_values(values, self.values.first() + due.start, masses);
+            let stored = stored.expect("values that are due have a scheme");
+            let codes = self.value_codes.as_mut().expect("values that are due have codes");
+            let light = HostValues::of(stored.light);
+            match stored.heavy {
+                None => codes.append(&light.view()),
+                Some((map, more)) => {
+                    let map: Vec<bool> = map.into_data().iter::<bool>().collect();
+                    codes.append_mixed(&map, &HostValues::of(more).view(), &light.view());
+                }
+            }
+        }
+        self.values.coded_up_to(due.end, self.rewind);
+    }
+
+    /// Appends tokens and codes what they flush; their attention masses, where needed, are known already.
+    ///
+    /// # Shapes
+    /// - `keys` (shifted), `values`: `[kv_heads, tokens, head_dim]`
+    /// - `masses`: of the values that are due then, `[kv_heads, tokens]`
+    pub fn append(&mut self, keys: &[f32], values: &[f32], masses: Option<Vec<f32>>, device: &Device) {
+        self.keys.append(keys);
+        self.values.append(values);
+        self.flush(masses, device);
+    }
+
+    /// Appends tokens as they come from a model.
+    ///
+    /// # Shapes
+    /// - `keys`, `values`: `[1, kv_heads, tokens, head_dim]`
+    /// - `masses`: under `a2`, of all values not coded before this call: `[1, kv_heads, tokens, 1]`, after the sinks
+    pub fn extend(&mut self, keys: Tensor<4>, values: Tensor<4>, masses: Option<Tensor<4>>) {
+        let device = keys.device();
+        let keys = host(self.module.shift_keys(keys));
+        let heads = self.shape.kv_heads;
+        let Some(masses) = masses.filter(|_| self.weighs()) else {
+            assert!(!self.weighs(), "a2 codes values by the queries that read them");
+            return self.append(&keys, &host(values), None, &device);
+        };
+        // Due and left behind are known only once the tokens are there.
+        self.keys.append(&keys);
+        self.values.append(&host(values));
+        let tokens = masses.dims()[2];
+        let masses = host(masses);
+        let due = self.values.due().len();
+        let of = |range: Range<usize>| range.flat_map(|j| (0..heads).map(move |h| (h, j)));
+        self.masses = of(due..tokens).map(|(h, j)| masses[h * tokens + j]).collect();
+        let due = (0..heads).flat_map(|h| masses[h * tokens..][..due].to_vec()).collect();
+        self.flush(Some(due), &device);
+    }
+
+    /// Appends one token and attends its query: [`crate::DecodeAttention::attend_one`].
+    pub fn attend_one(
+        &mut self,
+        site: &AttentionSite,
+        q: &[f32],
+        k: &[f32],
+        v: &[f32],
+        out: &mut [f32],
+        scratch: &mut Scratch,
+    ) {
+        let shifted = match &self.offset {
+            None => k,
+            Some(offset) => {
+                scratch.shifted.clear();
+                scratch.shifted.extend(k.iter().zip(offset).map(|(k, mean)| k - mean));
+                &scratch.shifted
+            }
+        };
+        self.keys.append(shifted);
+        self.values.append(v);
+        let masses = self.weighs().then(|| self.take_masses());
+        self.flush(masses, &Device::flex());
+        self.prepare(site, q, &mut scratch.groups);
+        let groups = &scratch.groups[..self.group_count()];
+        let (d, end) = (self.shape.head_dim, self.len());
+        let first = site.window.map_or(0, |w| end.saturating_sub(w));
+        // Tiles begin at the sinks' end, so that a tile's codes are whole blocks of one page.
+        let sinks = self.keys.first().min(end);
+        let tile_start = |at: usize| if at < sinks { at / TILE * TILE } else { sinks + (at - sinks) / TILE * TILE };
+        let begin = tile_start(first);
+        let base = begin.max(sinks);
+        let pieces = (end - base).div_ceil(PIECE).max(1);
+        let record = MOST_QUERIES * (d + 2);
+        scratch.partial.resize(groups.len() * pieces * record, 0.0);
+        let work = |(at, partial): (usize, &mut [f32])| {
+            let (group, piece) = (&groups[at / pieces], at % pieces);
+            let start = if piece == 0 { begin } else { base + piece * PIECE };
+            let tokens = start..(base + (piece + 1) * PIECE).min(end);
+            BUFFERS.with_borrow_mut(|buffers| self.attend_piece(group, tokens, first, sinks, partial, buffers));
+        };
+        let partial = &mut scratch.partial[..groups.len() * pieces * record];
+        if (end - begin) * groups.len() < ALONE {
+            partial.chunks_mut(record).enumerate().for_each(work);
+        } else {
+            partial.par_chunks_mut(record).enumerate().for_each(work);
+        }
+        let mut reading = [(f32::NEG_INFINITY, 0.0f32); MOST_QUERIES];
+        for (group, partial) in groups.iter().zip(scratch.partial.chunks(pieces * record)) {
+            for q in 0..group.count {
+                let out = &mut out[(group.head + q) * d..][..d];
+                reading[q] = combine(partial.chunks(record), q, out);
+            }
+            if self.weighs() {
+                let mut masses = std::mem::take(&mut self.masses);
+                BUFFERS.with_borrow_mut(|buffers| self.weigh(group, &reading, first, &mut masses, buffers));
+                self.masses = masses;
+            }
+        }
+    }
+
+    /// Masses of the values that are due, which are no longer needed then: `[kv_heads, tokens]`.
+    fn take_masses(&mut self) -> Vec<f32> {
+        let (due, heads) = (self.values.due().len(), self.shape.kv_heads);
+        // A token that is coded as soon as it is there has been seen by no query.
+        self.masses.resize(self.masses.len().max(due * heads), 0.0);
+        let taken: Vec<f32> = self.masses.drain(..due * heads).collect();
+        (0..heads * due).map(|i| taken[i % due * heads + i / due]).collect()
+    }
+
+    /// Adds p² of one query group to the masses of the values that are not coded yet.
+    fn weigh(
+        &self,
+        group: &QueryGroup,
+        reading: &[(f32, f32); MOST_QUERIES],
+        first: usize,
+        masses: &mut Vec<f32>,
+        buffers: &mut Buffers,
+    ) {
+        let heads = self.shape.kv_heads;
+        let start = self.values.first() + self.values.coded;
+        masses.resize(self.len().saturating_sub(start) * heads, 0.0);
+        let mut scores = [0.0; MOST_QUERIES * TILE];
+        // Scores are made again, tile by tile as before.
+        let sinks = self.keys.first().min(self.len());
+        let mut at = start.max(first);
+        while at < self.len() {
+            let tile = if at < sinks {
+                at / TILE * TILE..(at / TILE * TILE + TILE).min(sinks)
+            } else {
+                let from = sinks + (at - sinks) / TILE * TILE;
+                from..(from + TILE).min(self.len())
+            };
+            self.score_tile(group, tile.clone(), &mut scores, buffers);
+            for j in at..tile.end {
+                let of = |q: usize| (scores[q * TILE + j - tile.start] - reading[q].0).exp() / reading[q].1;
+                masses[(j - start) * heads + group.kv_head] += (0..group.count).map(|q| of(q).powi(2)).sum::<f32>();
+            }
+            at = tile.end;
+        }
+    }
+
+    fn group_count(&self) -> usize {
+        self.shape.kv_heads * (self.shape.heads / self.shape.kv_heads).div_ceil(MOST_QUERIES)
+    }
+
+    /// Queries in each form in which they are needed.
+    fn prepare(&self, site: &AttentionSite, q: &[f32], groups: &mut Vec<QueryGroup>) {
+        let HeadShape { heads, kv_heads, head_dim: d, .. } = self.shape;
+        let (share, scale) = (heads / kv_heads, site.scale as f32);
+        groups.resize_with(self.group_count().max(groups.len()), QueryGroup::default);
+        let per_head = share.div_ceil(MOST_QUERIES);
+        for (i, group) in groups.iter_mut().take(kv_heads * per_head).enumerate() {
+            let within = i % per_head * MOST_QUERIES;
+            group.kv_head = i / per_head;
+            group.head = group.kv_head * share + within;
+            group.count = (share - within).min(MOST_QUERIES);
+            let own = &q[group.head * d..(group.head + group.count) * d];
+            group.plain.clear();
+            group.plain.extend(own.iter().map(|q| q * scale));
+            if self.key_codes.is_some() {
+                group.base.turn(self.rotation.as_deref(), &group.plain, d, group.count);
+            }
+            if let Some(side) = &self.side {
+                let rank = side.codes.width();
+                let matrix = |head: usize| &side.decoder[head * rank * d..][..rank * d];
+                if side.by_query_head {
+                    group.side.resize_with(group.count.max(group.side.len()), Queries::default);
+                    for (q, (to, plain)) in group.side.iter_mut().zip(group.plain.chunks(d)).enumerate() {
+                        to.turn(Some(matrix(group.head + q)), plain, d, 1);
+                    }
+                } else {
+                    group.side.resize_with(group.side.len().max(1), Queries::default);
+                    group.side[0].turn(Some(matrix(group.kv_head)), &group.plain, d, group.count);
+                }
+            }
+        }
+    }
+
+    /// Online softmax over some tokens: m of each query, Σp of each, Σp·v of each.
+    fn attend_piece(
+        &self,
+        group: &QueryGroup,
+        tokens: Range<usize>,
+        first: usize,
+        sinks: usize,
+        partial: &mut [f32],
+        buffers: &mut Buffers,
+    ) {
+        let d = self.shape.head_dim;
+        let mut max = [f32::NEG_INFINITY; MOST_QUERIES];
+        let mut sum = [0.0f32; MOST_QUERIES];
+        let mut scores = [0.0; MOST_QUERIES * TILE];
+        let out = &mut partial[MOST_QUERIES * 2..];
+        out.fill(0.0);
+        let mut at = tokens.start;
+        while at < tokens.end {
+            // A piece may begin within the sinks' tiles and end in those of codes.
+            let to = if at < sinks { (at + TILE).min(sinks) } else { at + TILE - (at - sinks) % TILE };
+            let tile = at..to.min(tokens.end);
+            at = tile.end;
+            self.score_tile(group, tile.clone(), &mut scores, buffers);
+            if tile.end <= first {
+                continue;
+            }
+            for q in 0..group.count {
+                let scores = &mut scores[q * TILE..][..tile.len()];
+                scores[..first.saturating_sub(tile.start)].fill(f32::NEG_INFINITY);
+                kernels::online_softmax(scores, &mut max[q], &mut sum[q], &mut out[q * d..(q + 1) * d]);
+            }
+            self.read_tile(group, tile, &scores, out, buffers);
+        }
+        partial[..MOST_QUERIES].copy_from_slice(&max);
+        partial[MOST_QUERIES..2 * MOST_QUERIES].copy_from_slice(&sum);
+    }
+
+    /// Scores of a tile's tokens: `[count, TILE]`.
+    fn score_tile(&self, group: &QueryGroup, tile: Range<usize>, scores: &mut [f32], buffers: &mut Buffers) {
+        scores.fill(0.0);
+        let d = self.shape.head_dim;
+        for (offset, place) in self.keys.places(tile) {
+            match place {
+                Place::Codes(tokens) => {
+                    let codes = self.key_codes.as_ref().expect("coded keys have codes");
+                    debug_assert!(tokens.start.is_multiple_of(LANES), "tiles begin with whole blocks");
+                    let blocks = tokens.start / LANES..tokens.end.div_ceil(LANES);
+                    // Lanes past the last coded token are dense tokens' or nobody's: they are made anew below.
+                    let used = offset + tokens.len();
+                    let scores_from = &mut scores[offset..];
+                    codes.add_scores(group.kv_head, blocks.clone(), &group.base, &mut buffers.folded, scores_from);
+                    if let Some(side) = &self.side {
+                        if side.by_query_head {
+                            for q in 0..group.count {
+                                let own = &mut scores_from[q * TILE..];
+                                side.codes.add_scores(
+                                    group.head + q,
+                                    blocks.clone(),
+                                    &group.side[q],
+                                    &mut buffers.folded,
+                                    own,
+                                );
+                            }
+                        } else {
+                            side.codes.add_scores(
+                                group.kv_head,
+                                blocks,
+                                &group.side[0],
+                                &mut buffers.folded,
+                                scores_from,
+                            );
+                        }
+                    }
+                    for q in 0..group.count {
+                        scores[q * TILE + used..(q + 1) * TILE].fill(0.0);
+                    }
+                }
+                dense => self.keys.each_dense(group.kv_head, &dense, &mut buffers.wide, |before, keys| {
+                    kernels::dense_scores(keys, &group.plain, d, group.count, &mut scores[offset + before..]);
+                }),
+            }
+        }
+    }
+
+    /// Adds Σp·v of a tile's tokens to `out` `[count, head_dim]`.
+    fn read_tile(&self, group: &QueryGroup, tile: Range<usize>, p: &[f32], out: &mut [f32], buffers: &mut Buffers) {
+        let d = self.shape.head_dim;
+        for (offset, place) in self.values.places(tile) {
+            match place {
+                Place::Codes(tokens) => {
+                    let codes = self.value_codes.as_ref().expect("coded values have codes");
+                    codes.add_values(group.kv_head, tokens, &p[offset..], group.count, &mut buffers.values, out);
+                }
+                dense => self.values.each_dense(group.kv_head, &dense, &mut buffers.wide, |before, values| {
+                    kernels::dense_values(values, &p[offset + before..], d, group.count, out);
+                }),
+            }
+        }
+    }
+
+    /// The state that the same tokens would have left in tensors, for calls with many new tokens.
+    pub fn to_state(&self, device: &Device) -> LayerState {
+        let HeadShape { heads, kv_heads, head_dim: d, .. } = self.shape;
+        let tensor = |data: Vec<f32>, heads: usize, width: usize| {
+            let tokens = data.len() / (heads * width);
+            (tokens > 0).then(|| Tensor::<4>::from_data(TensorData::new(data, [1, heads, tokens, width]), device))
+        };
+        let read = |codes: &KeyCodes, heads: usize, factor: f32| {
+            let mut all = vec![0.0; heads * codes.len() * codes.width()];
+            for (i, out) in all.chunks_mut(codes.width()).enumerate() {
+                codes.read(i / codes.len(), i % codes.len(), out);
+                out.iter_mut().for_each(|x| *x *= factor);
+            }
+            all
+        };
+        let coded = self.key_codes.as_ref().filter(|codes| codes.len() > 0).map(|codes| {
+            let base = tensor(read(codes, kv_heads, 1.0), kv_heads, d).expect("some tokens");
+            let base = match &self.rotation {
+                None => base,
+                Some(rotation) => {
+                    // Rotated codes stand for xR; xRRᵀ is x.
+                    let back = TensorData::new(rotation.clone(), [1, 1, d, d]);
+                    base.matmul(Tensor::<4>::from_data(back, device).expand([1, kv_heads, d, d]))
+                }
+            };
+            let side = self.side.as_ref().map(|side| {
+                let side_heads = if side.by_query_head { heads } else { kv_heads };
+                let sign = self.module.scheme().side().map_or(1.0, |s| s.sign.factor() as f32);
+                tensor(read(&side.codes, side_heads, sign), side_heads, side.codes.width()).expect("some tokens")
+            });
+            CodedKeys { base, side }
+        });
+        let coded_values = self.value_codes.as_ref().and_then(|codes| {
+            let mut all = vec![0.0; kv_heads * codes.len() * d];
+            for (i, out) in all.chunks_mut(d).enumerate() {
+                codes.read(i / codes.len(), i % codes.len(), out);
+            }
+            tensor(all, kv_heads, d)
+        });
+        let dense = |stream: &Stream| {
+            let window = stream.coded..stream.len.saturating_sub(stream.first()).max(stream.coded);
+            (tensor(stream.dense_sinks(), kv_heads, d), tensor(stream.dense(window), kv_heads, d))
+        };
+        let heads_first = |masses: &[f32]| {
+            let tokens = masses.len() / kv_heads;
+            tensor((0..masses.len()).map(|i| masses[i % tokens * kv_heads + i / tokens]).collect(), kv_heads, 1)
+        };
+        let masses = if self.masses.is_empty() { None } else { heads_first(&self.masses) };
+        let (sinks, window) = dense(&self.keys);
+        let keys = Resumed { flush: self.keys.flush, coded, coded_len: self.keys.coded, sinks, window };
+        let (sinks, window) = dense(&self.values);
+        let flush = self.values.flush;
+        let values = Resumed { flush, coded: coded_values, coded_len: self.values.coded, sinks, window };
+        LayerState::resumed(self.keys.kind, self.len(), keys, values, masses)
+    }
+}
+
+impl Queries {
+    /// y = Mx of each query, transposed: `[rows, count]`; `None` is the identity.
+    fn turn(&mut self, matrix: Option<&[f32]>, plain: &[f32], width: usize, count: usize) {
+        self.count = count;
+        let rows = matrix.map_or(width, |m| m.len() / width);
+        self.weights.resize(rows * count, 0.0);
+        self.turned.resize(rows, 0.0);
+        for (q, plain) in plain.chunks(width).enumerate() {
+            let plain = match matrix {
+                None => plain,
+                Some(matrix) => {
+                    kernels::matrix_vector(matrix, plain, &mut self.turned);
+                    &self.turned
+                }
+            };
+            for (to, x) in self.weights.iter_mut().skip(q).step_by(count).zip(plain) {
+                *to = *x;
+            }
+        }
+    }
+}
+
+/// Σp·v / Σp of query q over the results of pieces; returns the largest score and Σp relative to it.
+fn combine<'a>(pieces: impl Iterator<Item = &'a [f32]> + Clone, q: usize, out: &mut [f32]) -> (f32, f32) {
+    let max = pieces.clone().map(|p| p[q]).fold(f32::NEG_INFINITY, f32::max);
+    let mut sum = 0.0;
+    out.fill(0.0);
+    for piece in pieces.filter(|p| p[MOST_QUERIES + q] > 0.0) {
+        let share = (piece[q] - max).exp();
+        sum += share * piece[MOST_QUERIES + q];
+        let values = &piece[2 * MOST_QUERIES + q * out.len()..];
+        for (out, x) in out.iter_mut().zip(values) {
+            *out += share * x;
+        }
+    }
+    out.iter_mut().for_each(|x| *x /= sum);
+    (max, sum)
+}
+
+fn append_keys(codes: &mut KeyCodes, stored: Stored) {
+    let empty = |x: Option<Tensor<4>>| x.map(host).unwrap_or_default();
+    codes.append(&host(stored.codes), &empty(stored.scale), &empty(stored.zero));
+}
+
+/// Values as stored, on the host.
+struct HostValues {
+    codes: Vec<f32>,
+    scale: Vec<f32>,
+    zero: Vec<f32>,
+}
+
+impl HostValues {
+    fn of(stored: Stored) -> Self {
+        let range = |x: Option<Tensor<4>>| host(x.expect("values have ranges of their own"));
+        Self { codes: host(stored.codes), scale: range(stored.scale), zero: range(stored.zero) }
+    }
+
+    fn view(&self) -> NewValues<'_> {
+        NewValues { codes: &self.codes, scale: &self.scale, zero: &self.zero }
+    }
+}

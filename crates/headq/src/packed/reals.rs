@@ -1,0 +1,143 @@
+//! Real numbers in pages, half or single precision.
+
+use std::ops::Range;
+
+use half::f16;
+use half::slice::HalfFloatSliceExt;
+
+use super::paged::Paged;
+use crate::scheme::Meta;
+
+/// How dense keys and values are held.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum DenseType {
+    /// Half precision, 16 bits, as everything dense is accounted. Keys and values are rounded as they come in, before any is coded.
+    #[default]
+    F16,
+    /// Single precision.
+    F32,
+}
+
+impl DenseType {
+    /// All types.
+    pub const ALL: &'static [DenseType] = &[DenseType::F16, DenseType::F32];
+
+    /// The name in files and on command lines.
+    pub fn name(self) -> &'static str {
+        match self {
+            DenseType::F16 => "f16",
+            DenseType::F32 => "f32",
+        }
+    }
+}
+
+impl std::fmt::Display for DenseType {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl std::str::FromStr for DenseType {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Self::ALL
+            .iter()
+            .copied()
+            .find(|t| t.name() == text)
+            .ok_or_else(|| format!("'{text}' is not known; known are f16, f32"))
+    }
+}
+
+impl From<Meta> for DenseType {
+    fn from(meta: Meta) -> Self {
+        match meta {
+            Meta::F16 => DenseType::F16,
+            Meta::F32 => DenseType::F32,
+        }
+    }
+}
+
+/// Records of real numbers.
+#[derive(Debug, Clone)]
+pub(super) enum Reals {
+    F16(Paged<f16>),
+    F32(Paged<f32>),
+}
+
+/// The same method of either.
+macro_rules! either {
+    ($self:expr, $pages:ident => $body:expr) => {
+        match $self {
+            Reals::F16($pages) => $body,
+            Reals::F32($pages) => $body,
+        }
+    };
+}
+
+impl Reals {
+    pub fn new(kind: DenseType, heads: usize, record: usize, slots: usize) -> Self {
+        match kind {
+            DenseType::F16 => Reals::F16(Paged::new(vec![record; heads], slots)),
+            DenseType::F32 => Reals::F32(Paged::new(vec![record; heads], slots)),
+        }
+    }
+
+    pub fn len(&self) -> usize {
+        either!(self, pages => pages.len())
+    }
+
+    pub fn extend(&mut self, len: usize) {
+        either!(self, pages => pages.extend(len))
+    }
+
+    pub fn truncate(&mut self, len: usize) {
+        either!(self, pages => pages.truncate(len))
+    }
+
+    pub fn free_before(&mut self, start: usize) {
+        either!(self, pages => pages.free_before(start))
+    }
+
+    pub fn bytes(&self) -> usize {
+        either!(self, pages => pages.bytes())
+    }
+
+    /// Writes numbers into a record from element `at` on; halves saturate.
+    pub fn put(&mut self, head: usize, index: usize, at: usize, values: &[f32]) {
+        match self {
+            Reals::F16(pages) => {
+                let record = &mut pages.record_mut(head, index)[at..at + values.len()];
+                let most = f16::MAX.to_f32();
+                for (to, &from) in record.iter_mut().zip(values) {
+                    *to = f16::from_f32(from.clamp(-most, most));
+                }
+            }
+            Reals::F32(pages) => pages.record_mut(head, index)[at..at + values.len()].copy_from_slice(values),
+        }
+    }
+
+    /// Records `range` of a head, as far as they lie in the page of the first; by way of `wide` if they are halves.
+    pub fn run<'a>(&'a self, head: usize, range: Range<usize>, wide: &'a mut Vec<f32>) -> &'a [f32] {
+        match self {
+            Reals::F16(pages) => {
+                let halves = pages.run(head, range);
+                if wide.len() < halves.len() {
+                    wide.resize(halves.len(), 0.0);
+                }
+                let wide = &mut wide[..halves.len()];
+                halves.convert_to_f32_slice(wide);
+                wide
+            }
+            Reals::F32(pages) => pages.run(head, range),
+        }
+    }
+
+    /// One record in f32.
+    pub fn read(&self, head: usize, index: usize, out: &mut [f32]) {
+        match self {
+            Reals::F16(pages) => pages.record(head, index).convert_to_f32_slice(out),
+            Reals::F32(pages) => out.copy_from_slice(pages.record(head, index)),
+        }
+    }
+}

@@ -1,0 +1,157 @@
+//! Codes in bits: rows of up to 16 codes of 1 to 8 bits.
+//!
+//! A row of b-bit codes is stored as planes of 8, 4, 2 and 1 bits that add up to b, the highest bits first: a 3-bit row is 16 times the
+//! upper 2 bits in 32 bits, then 16 times the lowest in 16 bits, code i at the i-th place from the least significant, little-endian. A
+//! vector loop reads a plane with one shift and one mask.
+
+/// Codes in a whole row: lanes of a vector loop.
+pub(super) const LANES: usize = 16;
+
+/// Widths of planes, widest first.
+const PLANES: [u32; 4] = [8, 4, 2, 1];
+
+/// Bytes of a row of `lanes` codes of `bits` bits.
+pub(super) const fn row_bytes(bits: u32, lanes: usize) -> usize {
+    let (mut bytes, mut i) = (0, 0);
+    while i < PLANES.len() {
+        if bits & PLANES[i] != 0 {
+            bytes += (lanes * PLANES[i] as usize).div_ceil(8);
+        }
+        i += 1;
+    }
+    bytes
+}
+
+/// Bytes of `codes` codes of `bits` bits, in rows.
+pub(super) const fn rows_bytes(bits: u32, codes: usize) -> usize {
+    codes / LANES * row_bytes(bits, LANES) + row_bytes(bits, codes % LANES)
+}
+
+/// Writes one code of a row of `lanes` codes over whatever was there.
+pub(super) fn put(row: &mut [u8], bits: u32, lanes: usize, lane: usize, code: u8) {
+    let (mut start, mut low) = (0, bits);
+    for plane in PLANES.into_iter().filter(|p| bits & p != 0) {
+        low -= plane;
+        let mask = ((1u32 << plane) - 1) as u8;
+        let at = lane * plane as usize;
+        let byte = &mut row[start + at / 8];
+        *byte = (*byte & !(mask << (at % 8))) | (((code >> low) & mask) << (at % 8));
+        start += (lanes * plane as usize).div_ceil(8);
+    }
+}
+
+/// One code of a row of `lanes` codes.
+pub(super) fn get(row: &[u8], bits: u32, lanes: usize, lane: usize) -> u8 {
+    let (mut start, mut low, mut code) = (0, bits, 0);
+    for plane in PLANES.into_iter().filter(|p| bits & p != 0) {
+        low -= plane;
+        let at = lane * plane as usize;
+        code |= ((row[start + at / 8] >> (at % 8)) & ((1u32 << plane) - 1) as u8) << low;
+        start += (lanes * plane as usize).div_ceil(8);
+    }
+    code
+}
+
+/// Packs any number of codes: whole rows, then a shorter one.
+///
+/// # Shapes
+/// `codes`: any length, each below 2^bits; returns ⌈8·bytes/bits⌉-tight rows
+pub fn pack(codes: &[u8], bits: u32) -> Vec<u8> {
+    let mut packed = vec![0; rows_bytes(bits, codes.len())];
+    for (row, codes) in packed.chunks_mut(row_bytes(bits, LANES)).zip(codes.chunks(LANES)) {
+        for (lane, &code) in codes.iter().enumerate() {
+            put(row, bits, codes.len(), lane, code);
+        }
+    }
+    packed
+}
+
+/// The inverse of [`pack`]: `count` codes.
+pub fn unpack(packed: &[u8], bits: u32, count: usize) -> Vec<u8> {
+    let row = row_bytes(bits, LANES);
+    (0..count)
+        .map(|i| {
+            let lanes = (count - i / LANES * LANES).min(LANES);
+            get(&packed[i / LANES * row..], bits, lanes, i % LANES)
+        })
+        .collect()
+}
+
+/// The codes of a whole row, as numbers.
+#[inline(always)]
+pub(super) fn unpack_row<const B: u32>(row: &[u8]) -> [i32; LANES] {
+    let mut codes = [0i32; LANES];
+    let mut start = 0;
+    if B & 8 != 0 {
+        let bytes: [u8; 16] = row[..16].try_into().expect("16 bytes");
+        for i in 0..LANES {
+            codes[i] = i32::from(bytes[i]);
+        }
+        start += 16;
+    }
+    if B & 4 != 0 {
+        let word = u64::from_le_bytes(row[start..start + 8].try_into().expect("8 bytes"));
+        let halves = [word as u32, (word >> 32) as u32];
+        for i in 0..LANES {
+            let code = (halves[i / 8] >> (4 * (i % 8) as u32)) & 15;
+            codes[i] |= (code << (B & 3)) as i32;
+        }
+        start += 8;
+    }
+    if B & 2 != 0 {
+        let word = u32::from_le_bytes(row[start..start + 4].try_into().expect("4 bytes"));
+        for i in 0..LANES {
+            codes[i] |= (((word >> (2 * i as u32)) & 3) << (B & 1)) as i32;
+        }
+        start += 4;
+    }
+    if B & 1 != 0 {
+        let word = u32::from(u16::from_le_bytes(row[start..start + 2].try_into().expect("2 bytes")));
+        for i in 0..LANES {
+            codes[i] |= ((word >> i as u32) & 1) as i32;
+        }
+    }
+    codes
+}
+
+/// Runs `$body` with `$B` the number of bits as a constant.
+macro_rules! with_bits {
+    ($bits:expr, $B:ident => $body:expr) => {
+        match $bits {
+            1 => {
+                const $B: u32 = 1;
+                $body
+            }
+            2 => {
+                const $B: u32 = 2;
+                $body
+            }
+            3 => {
+                const $B: u32 = 3;
+                $body
+            }
+            4 => {
+                const $B: u32 = 4;
+                $body
+            }
+            5 => {
+                const $B: u32 = 5;
+                $body
+            }
+            6 => {
+                const $B: u32 = 6;
+                $body
+            }
+            7 => {
+                const $B: u32 = 7;
+                $body
+            }
+            8 => {
+                const $B: u32 = 8;
+                $body
+            }
+            other => unreachable!("codes have 1 to 8 bits, not {other}"),
+        }
+    };
+}
+pub(super) use with_bits;
