@@ -74,6 +74,7 @@ pub enum Command {
     Compare(Compare),
     Diagnose(Diagnose),
     Finetune(Finetune),
+    Generate(Generate),
     Report(Report),
     Pull(Pull),
     Run(Run),
@@ -263,6 +264,13 @@ pub struct Eval {
     /// Add the seconds that each pass took to the JSON.
     #[arg(long)]
     pub timings: bool,
+    /// Decode each window token by token through the cache, as `headq generate` does, instead of in one teacher-forced pass; leaves out
+    /// the diagnostics.
+    #[arg(long)]
+    pub decode: bool,
+    /// With --decode: type of the keys and values that the cache holds dense, f16 or f32.
+    #[arg(long, value_name = "TYPE", default_value = "f16", requires = "decode")]
+    pub cache_dtype: headq::DenseType,
     /// Also write the report as JSON to this file.
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
@@ -482,6 +490,74 @@ pub struct Finetune {
     /// Basis artifact to write.
     #[arg(long, value_name = "BASIS")]
     pub out: PathBuf,
+}
+
+/// Generate text with a quantized cache.
+///
+/// The prompt goes through the model in one pass, and the tokens after it one by one, with a
+/// cache of the given scheme (`headq eval --help` explains schemes). Text is printed as it comes,
+/// whole characters only; at the end, on standard error, how fast it was and what the cache takes
+/// beside one in f16. With --json one object with text, token ids and figures is printed at
+/// the end. Ctrl-C ends it early and keeps what is there.
+///
+/// Tokens are the most probable ones (--greedy, the default), or drawn at random as soon as one
+/// of --temperature, --top-k and --top-p is given; --seed makes the draws reproducible.
+///
+/// Example:
+///
+///   headq generate checkpoints/headq-embedded --stats stats.safetensors \
+///     --scheme 'kivi-2(g=32,r=32)+query-pca(rank=4,bits=4)/token-2(c=32)' \
+///     --max-tokens 60 'The history of'
+#[derive(Debug, Args)]
+#[command(verbatim_doc_comment)]
+pub struct Generate {
+    /// Model folder, .gguf or .onnx file, or hf:ORG/NAME[@REV][:FILE].
+    pub model: PathBuf,
+    /// Text to go on from; `-` reads it from standard input. An empty one begins with the beginning-of-sequence token.
+    #[arg(required_unless_present = "prompt_file", conflicts_with = "prompt_file")]
+    pub prompt: Option<String>,
+    /// File with the text to go on from, UTF-8; one line end at its end is left out.
+    #[arg(long, value_name = "FILE")]
+    pub prompt_file: Option<PathBuf>,
+    /// Scheme of the cache.
+    #[arg(long, value_name = "S", default_value = "dense")]
+    pub scheme: String,
+    /// Statistics artifact to derive the basis from; repeat for several base quantizers.
+    #[arg(long, value_name = "STATS")]
+    pub stats: Vec<PathBuf>,
+    /// Basis artifact; repeat for several. Taken before --stats.
+    #[arg(long, value_name = "BASIS")]
+    pub basis: Vec<PathBuf>,
+    /// New tokens at most [default: 128, or what the model's context has room for].
+    #[arg(long, value_name = "N")]
+    pub max_tokens: Option<usize>,
+    /// Take the most probable token; of equals, the one with the lowest id.
+    #[arg(long, conflicts_with_all = ["temperature", "top_k", "top_p"])]
+    pub greedy: bool,
+    /// Draw tokens with logits divided by T.
+    #[arg(long, value_name = "T")]
+    pub temperature: Option<f64>,
+    /// Draw from the K most probable tokens.
+    #[arg(long, value_name = "K")]
+    pub top_k: Option<usize>,
+    /// Draw from the fewest most probable tokens that have the share P together.
+    #[arg(long, value_name = "P")]
+    pub top_p: Option<f64>,
+    /// End before this string; repeat for several.
+    #[arg(long, value_name = "STRING")]
+    pub stop: Vec<String>,
+    /// Go on after an end-of-sequence token.
+    #[arg(long)]
+    pub ignore_eos: bool,
+    /// Go on beyond the context that a model with rotary positions was made for.
+    #[arg(long)]
+    pub beyond_context: bool,
+    /// Begin with the model's beginning-of-sequence token.
+    #[arg(long)]
+    pub add_bos: bool,
+    /// Type of the keys and values that the cache holds dense: f16 or f32.
+    #[arg(long, value_name = "TYPE", default_value = "f16")]
+    pub cache_dtype: headq::DenseType,
 }
 
 /// Write the report of one or several runs: one HTML file, and the same as Markdown beside it.

@@ -17,7 +17,8 @@ fn main() -> ExitCode {
     start_logging(cli.global.quiet);
     // A server is ended by Burn's own handlers.
     if !matches!(cli.command, Command::Serve(_)) {
-        progress::catch_interrupts(cli.global.quiet);
+        let at_work = if matches!(cli.command, Command::Generate(_)) { "token" } else { "windows" };
+        progress::catch_interrupts(cli.global.quiet, at_work);
     }
     let context = commands::Context::new(cli.global);
     let result = match &cli.command {
@@ -28,6 +29,7 @@ fn main() -> ExitCode {
         Command::Compare(args) => commands::compare::run(&context, args),
         Command::Diagnose(args) => commands::diagnose::run(&context, args),
         Command::Finetune(args) => commands::finetune::run(&context, args),
+        Command::Generate(args) => commands::generate::run(&context, args),
         Command::Report(args) => commands::report::run(&context, args),
         Command::Pull(args) => commands::pull::run(&context, args),
         Command::Run(args) => commands::run::run(&context, args),

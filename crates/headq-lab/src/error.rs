@@ -63,6 +63,12 @@ pub enum LabError {
         /// Window, from 0.
         window: usize,
     },
+    /// The model gave logits that no token can be chosen from.
+    #[error("the logits of new token {token} are not finite; the weights are broken, or the cache loses too much")]
+    BrokenLogits {
+        /// New tokens before it.
+        token: usize,
+    },
     /// A report could not be made.
     #[error("{0}")]
     Report(String),

@@ -8,12 +8,14 @@ use headq::budget::{Budget, HeadShape};
 use headq::metrics::excess_removed;
 use headq::scheme::{BaseScheme, SideScheme};
 use headq::{
-    Attention, Diagnostics, HeadDiagnostics, HeadqAttention, KeyStatistics, LayerProbe, QuantizedCache, Scheme,
+    Attention, DenseType, Diagnostics, HeadDiagnostics, HeadqAttention, KeyStatistics, LayerProbe, QuantizedCache,
+    Scheme,
 };
-use headq_models::{Fingerprint, LanguageModel, ModelConfig};
+use headq_models::{Fingerprint, LanguageModel, ModelConfig, ModelError};
 use serde::{Deserialize, Serialize};
 
 use crate::artifact::{BasisArtifact, StatsArtifact};
+use crate::generate::{Cache, Steps};
 use crate::text::{TextInfo, Windows};
 use crate::workers::{Cores, map_in_order};
 use crate::{LabError, Observer, PROGRAM};
@@ -32,6 +34,11 @@ pub struct PlannedScheme {
 }
 
 impl PlannedScheme {
+    /// Dense keys and values.
+    pub fn dense() -> Self {
+        Self { asked: "dense".into(), scheme: Scheme::DENSE, basis: None, keys: None }
+    }
+
     /// The scheme's codec of every layer.
     pub fn modules(&self, layers: usize, device: &Device) -> Vec<HeadqAttention> {
         let module =
@@ -324,6 +331,9 @@ pub struct Request<'a> {
     pub threads: usize,
     /// Whether to report how long each pass took, which no two runs agree on.
     pub timings: bool,
+    /// Decode token by token through a cache with dense keys and values of that type, instead of teacher-forced passes over whole
+    /// windows; there are no diagnostics then.
+    pub decode: Option<DenseType>,
 }
 
 /// The dense pass: token losses and every scheme's diagnostics.
@@ -341,9 +351,9 @@ impl Request<'_> {
     pub fn run(&self, observer: &dyn Observer, store: &dyn PartStore) -> Result<Evaluation, LabError> {
         let mut schemes = self.schemes.to_vec();
         if !schemes.iter().any(|s| s.scheme.is_dense()) {
-            schemes.insert(0, PlannedScheme { asked: "dense".into(), scheme: Scheme::DENSE, basis: None, keys: None });
+            schemes.insert(0, PlannedScheme::dense());
         }
-        let measured: &[PlannedScheme] = if self.diagnostics { &schemes } else { &[] };
+        let measured: &[PlannedScheme] = if self.diagnostics && self.decode.is_none() { &schemes } else { &[] };
         // The clock needs a dense pass of its own; otherwise diagnostics are taken on the one that is run anyway.
         let dense_seconds = self
             .timings
@@ -438,6 +448,10 @@ impl Request<'_> {
         measured: &[PlannedScheme],
         observer: &dyn Observer,
     ) -> Result<DensePart, LabError> {
+        if let Some(dtype) = self.decode {
+            let nll = self.decode_pass(what, &PlannedScheme::dense(), dtype, observer)?;
+            return Ok(DensePart { nll, diagnostics: Vec::new() });
+        }
         let windows = self.windows();
         let (layers, device) = (self.model.config().num_layers, self.model.device());
         let mut whole = DensePart { nll: Vec::new(), diagnostics: vec![HeadDiagnostics::default(); measured.len()] };
@@ -466,6 +480,9 @@ impl Request<'_> {
     }
 
     pub(crate) fn scheme_pass(&self, planned: &PlannedScheme, observer: &dyn Observer) -> Result<Vec<f64>, LabError> {
+        if let Some(dtype) = self.decode {
+            return self.decode_pass(&planned.asked, planned, dtype, observer);
+        }
         let windows = self.windows();
         let layers = self.model.config().num_layers;
         let mut whole = Vec::new();
@@ -476,6 +493,43 @@ impl Request<'_> {
             observer,
             || (self.model.clone(), QuantizedCache::of(planned.modules(layers, &self.model.device()))),
             |(model, cache), i| self.checked(&planned.asked, i, self.losses(model, windows[i], cache)?),
+            |_, nll| whole.extend(nll),
+        )?;
+        Ok(whole)
+    }
+
+    /// Token losses of all windows, decoded token by token.
+    fn decode_pass(
+        &self,
+        what: &str,
+        planned: &PlannedScheme,
+        dtype: DenseType,
+        observer: &dyn Observer,
+    ) -> Result<Vec<f64>, LabError> {
+        let windows = self.windows();
+        let mut whole = Vec::new();
+        map_in_order(
+            what,
+            windows.len(),
+            self.cores(),
+            observer,
+            || Steps::of(self.model),
+            |steps, i| {
+                let mut cache = Cache::new(planned, self.model.config(), dtype, &self.model.device())?;
+                let nll = windows[i].windows(2).map(|pair| {
+                    if observer.cancelled() {
+                        return Err(LabError::Interrupted);
+                    }
+                    let logits = steps.step(pair[0], &mut cache)?;
+                    let target = *logits.get(pair[1] as usize).ok_or(ModelError::TokenOutOfRange {
+                        token: pair[1],
+                        position: cache.len(),
+                        vocab: logits.len(),
+                    })?;
+                    Ok(headq::kernels::log_sum_exp(logits) - f64::from(target))
+                });
+                self.checked(&planned.asked, i, nll.collect::<Result<_, _>>()?)
+            },
             |_, nll| whole.extend(nll),
         )?;
         Ok(whole)

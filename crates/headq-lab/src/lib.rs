@@ -7,6 +7,7 @@ pub mod diagnose;
 mod error;
 pub mod evaluate;
 pub mod finetune;
+pub mod generate;
 pub mod hub;
 pub mod memory;
 mod observe;

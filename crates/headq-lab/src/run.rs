@@ -663,6 +663,7 @@ pub fn run(
         diagnostics: true,
         threads: options.threads,
         timings: false,
+        decode: None,
     };
     let mut evaluation = request.run(observer, &folder)?;
     evaluation.command = Some(options.command.clone());

@@ -182,6 +182,14 @@ pub enum ModelError {
         /// What the device has.
         known: Vec<Precision>,
     },
+    /// Decode steps on the host for a model that is elsewhere, or in a type that they do not know.
+    #[error(
+        "decode steps on the host need a model on the device flex with weights in f32, f16 or bf16; this one is on or in {found}"
+    )]
+    NotOnHost {
+        /// The device or the type.
+        found: String,
+    },
     /// A list of tokens or targets whose length does not match.
     #[error("{what}: expected {expected}, found {found}")]
     Length {

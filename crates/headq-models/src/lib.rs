@@ -20,6 +20,8 @@
 //! # }
 //! ```
 //!
+//! [`Decoder`] runs a model on the host one token at a time, on the same weights, with a [`headq::DecodeAttention`].
+//!
 //! Models come from Hugging Face folders (safetensors, one file or shards, f32, f16, bf16 or f64), ONNX exports (the weights
 //! are found by what the graph does with them) and GGUF files of the Llama and Qwen2 architectures; weights become f32. A
 //! [`Fingerprint`] identifies a model by its sizes and by hashes of its configuration and of its weights as imported. Bad input is a one-line [`ModelError`], never a panic.
@@ -28,6 +30,7 @@
 
 mod arch;
 mod config;
+mod decode;
 mod error;
 mod fingerprint;
 mod gguf_config;
@@ -44,6 +47,7 @@ mod weights;
 
 pub use arch::{ARCHITECTURES, Architecture};
 pub use config::{Activation, Biases, ModelConfig, NormKind, Rope, RopeScaling};
+pub use decode::Decoder;
 pub use error::ModelError;
 pub use fingerprint::Fingerprint;
 pub use load::{Description, LoadOptions, LoadedModel, describe, fingerprint, load, tokenizer};

@@ -33,6 +33,7 @@ pub fn run(context: &Context, args: &Compare) -> Result<(), LabError> {
         diagnostics: true,
         threads: context.threads,
         timings: false,
+        decode: None,
     };
     let comparison = compare(&request, &asked, &sources, &context.bars, &Forget)?;
     let json = || super::json(&comparison);

@@ -11,6 +11,7 @@ pub fn run(context: &Context, args: &Eval) -> Result<(), LabError> {
     for scheme in &args.scheme {
         scheme.parse::<headq::Scheme>()?;
     }
+    let decode = args.decode.then_some(args.cache_dtype);
     let (loaded, windows) = context.load(&args.model, &args.text)?;
     let sources = Sources::load(&args.stats, &args.basis, &loaded.fingerprint)?;
     let schemes = sources.plan_all(&args.scheme, loaded.config(), context.seed())?;
@@ -28,6 +29,7 @@ pub fn run(context: &Context, args: &Eval) -> Result<(), LabError> {
         diagnostics: !args.no_diagnostics,
         threads: context.threads,
         timings: args.timings,
+        decode,
     };
     let evaluation = request.run(&context.bars, &Forget)?;
     let json = || super::json(&evaluation);

@@ -7,6 +7,7 @@ pub mod devices;
 pub mod diagnose;
 pub mod eval;
 pub mod finetune;
+pub mod generate;
 pub mod inspect;
 pub mod pull;
 pub mod report;

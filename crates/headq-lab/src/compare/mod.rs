@@ -361,6 +361,7 @@ pub fn run(
         diagnostics: true,
         threads: options.threads,
         timings: false,
+        decode: None,
     };
     let mut comparison = compare(&request, &asked, &sources, observer, &folder)?;
     comparison.command = Some(options.command.clone());

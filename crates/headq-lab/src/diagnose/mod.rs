@@ -242,6 +242,7 @@ pub fn diagnose(
         diagnostics: true,
         threads: options.threads,
         timings: false,
+        decode: None,
     };
     let held_out = |observer: &dyn Observer| statistics("stats-measured.safetensors", &texts.measured, observer);
     let chain = Chain {

@@ -4,8 +4,8 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use burn::tensor::{Device, Tensor};
-use headq::{Attention, AttentionSite, DenseAttention};
+use burn::tensor::{Device, Tensor, TensorData};
+use headq::{Attention, AttentionSite, DecodeAttention, DenseAttention};
 use headq_models::{LoadOptions, LoadedModel, ModelError, load};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
@@ -101,6 +101,60 @@ impl Attention for Capture {
         self.keys.push(k.clone());
         self.values.push(v.clone());
         self.inner.attend(site, q, k, v)
+    }
+}
+
+/// Softmax attention by its definition, in f64, over keys and values that it keeps; a prompt goes through it token by token, too.
+pub struct Plain {
+    head_dim: usize,
+    /// Of each layer: `[tokens, kv_heads · head_dim]`.
+    pub layers: Vec<(Vec<f32>, Vec<f32>)>,
+}
+
+impl Plain {
+    pub fn new(head_dim: usize) -> Self {
+        Self { head_dim, layers: Vec::new() }
+    }
+}
+
+impl DecodeAttention for Plain {
+    fn attend_one(&mut self, site: &AttentionSite, q: &[f32], k: &[f32], v: &[f32], out: &mut [f32]) {
+        if self.layers.len() <= site.layer {
+            self.layers.resize(site.layer + 1, Default::default());
+        }
+        let (keys, values) = &mut self.layers[site.layer];
+        let (d, width) = (self.head_dim, k.len());
+        assert_eq!(keys.len(), site.start * width, "tokens follow each other");
+        keys.extend_from_slice(k);
+        values.extend_from_slice(v);
+        let group = q.len() / width;
+        let seen = site.window.map_or(0, |w| (site.start + 1).saturating_sub(w))..=site.start;
+        for (h, (q, out)) in q.chunks(d).zip(out.chunks_mut(d)).enumerate() {
+            let at = |j: usize| j * width + h / group * d;
+            let dot = |j: usize| q.iter().zip(&keys[at(j)..]).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
+            let weights: Vec<f64> = seen.clone().map(|j| (dot(j) * site.scale).exp()).collect();
+            let sum: f64 = weights.iter().sum();
+            for (c, out) in out.iter_mut().enumerate() {
+                let read = seen.clone().zip(&weights).map(|(j, w)| w * f64::from(values[at(j) + c]));
+                *out = (read.sum::<f64>() / sum) as f32;
+            }
+        }
+    }
+}
+
+impl Attention for Plain {
+    fn attend(&mut self, site: &AttentionSite, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Tensor<4> {
+        let [_, heads, new, d] = q.dims();
+        let width = k.dims()[1] * d;
+        // One token after the other.
+        let [q, k, v] = [q, k, v].map(|x| host(x.swap_dims(1, 2)));
+        let mut out = vec![0.0; q.len()];
+        for (t, out) in out.chunks_mut(heads * d).enumerate() {
+            let site = AttentionSite { start: site.start + t, ..*site };
+            let own = t * width..(t + 1) * width;
+            self.attend_one(&site, &q[t * heads * d..][..heads * d], &k[own.clone()], &v[own], out);
+        }
+        Tensor::<4>::from_data(TensorData::new(out, [1, new, heads, d]), &Device::flex()).swap_dims(1, 2)
     }
 }
 
