@@ -75,6 +75,7 @@ pub enum Command {
     Diagnose(Diagnose),
     Finetune(Finetune),
     Generate(Generate),
+    Bench(Bench),
     Report(Report),
     Pull(Pull),
     Run(Run),
@@ -558,6 +559,52 @@ pub struct Generate {
     /// Type of the keys and values that the cache holds dense: f16 or f32.
     #[arg(long, value_name = "TYPE", default_value = "f16")]
     pub cache_dtype: headq::DenseType,
+}
+
+/// Measure how fast decoding with a packed cache is, beside dense caches.
+///
+/// For each context it fills caches with random keys and values, of dense f32, dense f16 and the
+/// given schemes, and times the attention of all layers for one new token, and whole decode steps
+/// (attention and weights), all of them in turn in every round. Printed are medians, quartiles,
+/// and what the cache's bytes over the median come to, beside the memory bandwidth that was
+/// measured in the same run. Contexts beyond the model's own are fine. CPU only (flex).
+///
+/// Example:
+///
+///   headq bench checkpoints/headq-embedded --contexts 512,2048,8192 \
+///     --scheme 'kivi-2(g=32,r=32)/token-2(c=32)' --plot bench.svg
+#[derive(Debug, Args)]
+#[command(verbatim_doc_comment)]
+pub struct Bench {
+    /// Model folder, .gguf or .onnx file, or hf:ORG/NAME[@REV][:FILE].
+    pub model: PathBuf,
+    /// Cached tokens; several separated by commas.
+    #[arg(long, value_name = "T,…", value_delimiter = ',', default_value = "512,2048,8192,32768")]
+    pub contexts: Vec<std::num::NonZeroUsize>,
+    /// Scheme to measure; repeat for several. Dense in f32 and in f16 are always measured.
+    #[arg(long, value_name = "S")]
+    pub scheme: Vec<String>,
+    /// Statistics artifact to derive bases from; repeat for several base quantizers.
+    #[arg(long, value_name = "STATS")]
+    pub stats: Vec<PathBuf>,
+    /// Basis artifact; repeat for several. Taken before --stats.
+    #[arg(long, value_name = "BASIS")]
+    pub basis: Vec<PathBuf>,
+    /// Numbers of threads to measure on, separated by commas [default: 1 and --threads].
+    #[arg(long, value_name = "N,…", value_delimiter = ',')]
+    pub thread_counts: Vec<std::num::NonZeroUsize>,
+    /// Timed steps of each cache.
+    #[arg(long, value_name = "N", default_value = "15")]
+    pub rounds: std::num::NonZeroUsize,
+    /// Measure attention only.
+    #[arg(long)]
+    pub attention_only: bool,
+    /// Also write the report as JSON to this file.
+    #[arg(long, value_name = "FILE")]
+    pub out: Option<PathBuf>,
+    /// Also draw milliseconds over contexts to this file, FILE.svg.
+    #[arg(long, value_name = "FILE")]
+    pub plot: Option<PathBuf>,
 }
 
 /// Write the report of one or several runs: one HTML file, and the same as Markdown beside it.

@@ -30,6 +30,7 @@ fn main() -> ExitCode {
         Command::Diagnose(args) => commands::diagnose::run(&context, args),
         Command::Finetune(args) => commands::finetune::run(&context, args),
         Command::Generate(args) => commands::generate::run(&context, args),
+        Command::Bench(args) => commands::bench::run(&context, args),
         Command::Report(args) => commands::report::run(&context, args),
         Command::Pull(args) => commands::pull::run(&context, args),
         Command::Run(args) => commands::run::run(&context, args),

@@ -172,8 +172,10 @@ pub enum Output {
     Statistics,
     /// A basis.
     Basis,
-    /// The JSON of an evaluation or a comparison.
+    /// The JSON of an evaluation, a comparison or a benchmark.
     Report,
+    /// A drawing.
+    Plot,
 }
 
 impl Output {
@@ -187,6 +189,7 @@ impl Output {
                 let report: Option<serde_json::Value> = serde_json::from_slice(&bytes).ok();
                 return report.is_some_and(|r| r["program"].as_str().is_some_and(|p| p.starts_with("headq ")));
             }
+            Output::Plot => return bytes.starts_with(b"<svg ") && bytes.windows(10).any(|w| w == b"--series-0"),
         };
         let header =
             SafeTensors::read_metadata(&bytes).ok().and_then(|(_, m)| m.metadata().as_ref()?.get(HEADER).cloned());

@@ -1,6 +1,7 @@
 //! Experiments on quantized KV caches: calibration, evaluation, and the artifacts and reports that they leave.
 
 pub mod artifact;
+pub mod bench;
 pub mod calibrate;
 pub mod compare;
 pub mod diagnose;

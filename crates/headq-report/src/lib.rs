@@ -9,6 +9,7 @@
 //! where HTML has a plot. Plots are drawn in named colours that the page's style sheet defines for light and dark. Equal runs give
 //! equal bytes.
 
+mod bench;
 mod content;
 mod document;
 mod error;
@@ -20,6 +21,7 @@ mod output;
 mod plot;
 mod theme;
 
+pub use bench::bench_plot;
 pub use error::ReportError;
 pub use load::{Finetuning, Run, load};
 pub use output::{check, is_own_output, write};

@@ -1,6 +1,7 @@
 //! One file per subcommand.
 
 pub mod basis;
+pub mod bench;
 pub mod calibrate;
 pub mod compare;
 pub mod devices;

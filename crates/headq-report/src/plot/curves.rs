@@ -24,6 +24,8 @@ pub enum Kind {
     FisherByShift,
     /// A loss against the optimizer's steps.
     LossByStep,
+    /// Milliseconds against cached tokens.
+    MillisecondsByContext,
 }
 
 /// Curves over a common axis.
@@ -49,6 +51,13 @@ impl Curves {
                 ((Axis::log(x).with_ticks(ticks), "rank"), (Axis::linear(y).with_zero().labelled(percent), "captured"))
             }
             Kind::FisherByShift => ((Axis::linear(x), "α"), (Axis::auto(y).with_zero(), "Fisher error, nats")),
+            Kind::MillisecondsByContext => {
+                let mut contexts: Vec<f64> = x.clone().collect();
+                contexts.sort_by(f64::total_cmp);
+                contexts.dedup();
+                let ticks = contexts.into_iter().map(|tokens| (tokens, format::tick(tokens))).collect();
+                ((Axis::log(x).with_ticks(ticks), "cached tokens"), (Axis::log(y), "milliseconds"))
+            }
             Kind::LossByStep => ((Axis::linear(x).whole(), "step"), (Axis::auto(y), "loss")),
         }
     }

@@ -1,12 +1,12 @@
 //! Vector loops of decode attention over packed codes and dense pages.
 //!
-//! Every loop works on fixed lanes with fused multiply-adds in a fixed order, compiled for the best instruction set that the running
-//! machine has ([`pulp`] dispatches between AVX-512, AVX2 and what every machine has), so that all of them give the same numbers.
+//! Every loop works on sixteen lanes with fused multiply-adds in a fixed order, on whatever instruction set there is ([`super::simd`]).
 
 use crate::kernels::{exp32, vectorized};
 
 use super::keys::Run;
-use super::rows::{LANES, row_bytes, unpack_row, with_bits};
+use super::rows::{LANES, row_bytes, with_bits};
+use super::simd::{Element, Kernel, Lane, Machine, dispatch};
 
 /// Tokens that are scored, weighed and read together.
 pub(super) const TILE: usize = 64;
@@ -14,8 +14,6 @@ pub(super) const TILE: usize = 64;
 pub(super) const MOST_QUERIES: usize = 4;
 /// Rows of value channels that are accumulated together.
 const VALUE_ROWS: usize = 2;
-
-type Lane = [f32; LANES];
 
 /// Runs `$body` with `$N` the number of queries as a constant.
 macro_rules! with_count {
@@ -42,55 +40,47 @@ macro_rules! with_count {
     };
 }
 
+/// Sixteen elements of a slice.
 #[inline(always)]
-fn fma(a: f32, x: &Lane, sum: &mut Lane) {
-    for i in 0..LANES {
-        sum[i] = a.mul_add(x[i], sum[i]);
-    }
+fn lane<T>(x: &[T], at: usize) -> &[T; LANES] {
+    x[at..at + LANES].try_into().expect("sixteen elements")
 }
 
-/// The sum of the lanes, pairwise.
+/// Adds to sixteen elements of a slice.
 #[inline(always)]
-fn lane_sum(mut x: Lane) -> f32 {
-    for half in [8, 4, 2, 1] {
-        for i in 0..half {
-            x[i] += x[i + half];
-        }
-    }
-    x[0]
+fn add_to<M: Machine>(m: M, x: M::Lanes, to: &mut [f32], at: usize) {
+    let to: &mut Lane = (&mut to[at..at + LANES]).try_into().expect("sixteen elements");
+    m.store(m.add(m.load(to), x), to);
 }
 
 /// A row's codes as numbers, by way of a table if there is one.
 #[inline(always)]
-fn numbers<const B: u32, const LEVELS: bool>(row: &[u8], levels: &[f32; 256]) -> Lane {
-    let codes = unpack_row::<B>(row);
-    let mut x = [0.0; LANES];
-    for i in 0..LANES {
-        x[i] = if LEVELS { levels[(codes[i] & 255) as usize] } else { codes[i] as f32 };
-    }
-    x
+fn numbers<M: Machine, const B: u32, const LEVELS: bool>(m: M, row: &[u8], levels: &[f32; 256]) -> M::Lanes {
+    if LEVELS { m.levels::<B>(row, levels) } else { m.codes::<B>(row) }
 }
 
 /// Σ_c w_c · level(code_c) of the channels of a run, for NB blocks and NQ queries.
 #[inline(always)]
-fn dot_rows<const B: u32, const NQ: usize, const NB: usize, const LEVELS: bool>(
+fn dot_rows<M: Machine, const B: u32, const NQ: usize, const NB: usize, const LEVELS: bool>(
+    m: M,
     blocks: [&[u8]; NB],
     levels: &[f32; 256],
     weights: &[f32],
-    sums: &mut [[Lane; NB]; NQ],
+    sums: &mut [[M::Lanes; NB]; NQ],
 ) {
     let row = row_bytes(B, LANES);
-    let channels = weights.len() / NQ;
-    let blocks = blocks.map(|b| &b[..channels * row]);
-    for c in 0..channels {
-        let weights = &weights[c * NQ..][..NQ];
+    let mut own = *sums;
+    let mut rows = blocks.map(|b| b.chunks_exact(row));
+    for weights in weights.chunks_exact(NQ) {
         for b in 0..NB {
-            let x = numbers::<B, LEVELS>(&blocks[b][c * row..][..row], levels);
+            let Some(codes) = rows[b].next() else { unreachable!("a row for each channel") };
+            let x = numbers::<M, B, LEVELS>(m, codes, levels);
             for q in 0..NQ {
-                fma(weights[q], &x, &mut sums[q][b]);
+                own[q][b] = m.mul_add(m.splat(weights[q]), x, own[q][b]);
             }
         }
     }
+    *sums = own;
 }
 
 /// Blocks of 16 tokens whose ranges are folded into the query.
@@ -108,14 +98,15 @@ static NO_LEVELS: [f32; 256] = [0.0; 256];
 
 impl FoldedBlocks<'_> {
     #[inline(always)]
-    fn add<const NQ: usize, const NB: usize>(
+    fn add<M: Machine, const NQ: usize, const NB: usize>(
         &self,
+        m: M,
         first: usize,
         weights: &[f32],
         constant: &[f32; MOST_QUERIES],
         scores: &mut [f32],
     ) {
-        let mut sums = [[[0.0f32; LANES]; NB]; NQ];
+        let mut sums = [[m.splat(0.0); NB]; NQ];
         for run in self.runs {
             let weights = &weights[run.channels.start * NQ..run.channels.end * NQ];
             let mut blocks = [&self.codes[..0]; NB];
@@ -123,30 +114,41 @@ impl FoldedBlocks<'_> {
                 *block = &self.codes[(first + b) * self.bytes + run.start..];
             }
             with_bits!(run.bits, B => match self.levels {
-                None => dot_rows::<B, NQ, NB, false>(blocks, &NO_LEVELS, weights, &mut sums),
-                Some(levels) => dot_rows::<B, NQ, NB, true>(blocks, levels, weights, &mut sums),
+                None => dot_rows::<M, B, NQ, NB, false>(m, blocks, &NO_LEVELS, weights, &mut sums),
+                Some(levels) => dot_rows::<M, B, NQ, NB, true>(m, blocks, levels, weights, &mut sums),
             });
         }
         for q in 0..NQ {
             for b in 0..NB {
-                let scores = &mut scores[q * TILE + (first + b) * LANES..][..LANES];
-                for i in 0..LANES {
-                    scores[i] += sums[q][b][i] + constant[q];
-                }
+                let sum = m.add(sums[q][b], m.splat(constant[q]));
+                add_to(m, sum, scores, q * TILE + (first + b) * LANES);
             }
         }
     }
+}
+
+struct FoldedScores<'a> {
+    blocks: FoldedBlocks<'a>,
+    weights: &'a [f32],
+    constant: &'a [f32; MOST_QUERIES],
+    count: usize,
+    scores: &'a mut [f32],
+}
+
+impl Kernel for FoldedScores<'_> {
+    type Output = ();
 
     #[inline(always)]
-    fn run(&self, weights: &[f32], constant: &[f32; MOST_QUERIES], count: usize, scores: &mut [f32]) {
+    fn run<M: Machine>(self, m: M) {
+        let Self { blocks, weights, constant, count, scores } = self;
         with_count!(count, NQ => {
             let mut at = 0;
-            while at + 2 <= self.blocks {
-                self.add::<NQ, 2>(at, weights, constant, scores);
+            while at + 2 <= blocks.blocks {
+                blocks.add::<M, NQ, 2>(m, at, weights, constant, scores);
                 at += 2;
             }
-            if at < self.blocks {
-                self.add::<NQ, 1>(at, weights, constant, scores);
+            if at < blocks.blocks {
+                blocks.add::<M, NQ, 1>(m, at, weights, constant, scores);
             }
         })
     }
@@ -163,12 +165,7 @@ pub(super) fn folded_scores(
     count: usize,
     scores: &mut [f32],
 ) {
-    vectorized!(|blocks: FoldedBlocks<'a>,
-                 weights: &'a [f32],
-                 constant: &'a [f32; MOST_QUERIES],
-                 count: usize,
-                 scores: &'a mut [f32]|
-     -> () { blocks.run(weights, constant, count, scores) })
+    dispatch(FoldedScores { blocks, weights, constant, count, scores });
 }
 
 /// One block whose tokens have ranges of their own.
@@ -185,12 +182,12 @@ pub(super) struct TokenBlock<'a> {
 
 impl TokenBlock<'_> {
     #[inline(always)]
-    fn run<const NQ: usize>(&self, weights: &[f32], sums: &[f32], scores: &mut [f32]) {
+    fn add<M: Machine, const NQ: usize>(&self, m: M, weights: &[f32], sums: &[f32], scores: &mut [f32]) {
         let stride = if self.zeros { 2 * LANES } else { LANES };
-        let mut total = [[0.0f32; LANES]; NQ];
+        let mut total = [m.splat(0.0); NQ];
         for (chunk, ranges) in self.ranges.chunks_exact(stride).enumerate() {
             let channels = chunk * self.channels..(chunk + 1) * self.channels;
-            let mut dots = [[[0.0f32; LANES]; 1]; NQ];
+            let mut dots = [[m.splat(0.0); 1]; NQ];
             for run in self.runs {
                 let from = run.channels.start.max(channels.start);
                 let to = run.channels.end.min(channels.end);
@@ -200,23 +197,38 @@ impl TokenBlock<'_> {
                 let block = &self.codes[run.start + (from - run.channels.start) * row_bytes(run.bits, LANES)..];
                 let weights = &weights[from * NQ..to * NQ];
                 with_bits!(run.bits, B => match self.levels {
-                    None => dot_rows::<B, NQ, 1, false>([block], &NO_LEVELS, weights, &mut dots),
-                    Some(levels) => dot_rows::<B, NQ, 1, true>([block], levels, weights, &mut dots),
+                    None => dot_rows::<M, B, NQ, 1, false>(m, [block], &NO_LEVELS, weights, &mut dots),
+                    Some(levels) => dot_rows::<M, B, NQ, 1, true>(m, [block], levels, weights, &mut dots),
                 });
             }
+            let scale = m.load(lane(ranges, 0));
             for q in 0..NQ {
-                let sum = sums[chunk * NQ + q];
-                for i in 0..LANES {
-                    let zero = if self.zeros { ranges[LANES + i] } else { 0.0 };
-                    total[q][i] += ranges[i].mul_add(dots[q][0][i], zero * sum);
+                total[q] = m.mul_add(scale, dots[q][0], total[q]);
+                if self.zeros {
+                    total[q] = m.mul_add(m.load(lane(ranges, LANES)), m.splat(sums[chunk * NQ + q]), total[q]);
                 }
             }
         }
         for q in 0..NQ {
-            for i in 0..LANES {
-                scores[q * TILE + i] += total[q][i];
-            }
+            add_to(m, total[q], scores, q * TILE);
         }
+    }
+}
+
+struct TokenScores<'a> {
+    block: TokenBlock<'a>,
+    weights: &'a [f32],
+    sums: &'a [f32],
+    count: usize,
+    scores: &'a mut [f32],
+}
+
+impl Kernel for TokenScores<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<M: Machine>(self, m: M) {
+        with_count!(self.count, NQ => self.block.add::<M, NQ>(m, self.weights, self.sums, self.scores))
     }
 }
 
@@ -225,12 +237,7 @@ impl TokenBlock<'_> {
 /// # Shapes
 /// - `weights`: `[width, count]`; `sums`: their sums over each chunk, `[chunks, count]`; `scores`: `[count, TILE]` from the block on
 pub(super) fn token_scores(block: TokenBlock<'_>, weights: &[f32], sums: &[f32], count: usize, scores: &mut [f32]) {
-    vectorized!(|block: TokenBlock<'a>,
-                 weights: &'a [f32],
-                 sums: &'a [f32],
-                 count: usize,
-                 scores: &'a mut [f32]|
-     -> () { with_count!(count, NQ => block.run::<NQ>(weights, sums, scores)) })
+    dispatch(TokenScores { block, weights, sums, count, scores });
 }
 
 /// Folds ranges into queries: `out` = w · scale, and Σ_c w_c · zero_c of each query.
@@ -258,95 +265,122 @@ pub(super) fn fold(weights: &[f32], count: usize, scale: &[f32], zero: &[f32], o
      -> [f32; MOST_QUERIES] { with_count!(count, NQ => run::<NQ>(weights, scale, zero, out)) })
 }
 
+struct DenseScores<'a, E> {
+    keys: &'a [E],
+    queries: &'a [f32],
+    width: usize,
+    count: usize,
+    scores: &'a mut [f32],
+}
+
+impl<E: Element> Kernel for DenseScores<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<M: Machine>(self, m: M) {
+        #[inline(always)]
+        fn run<M: Machine, E: Element, const NQ: usize>(
+            m: M,
+            keys: &[E],
+            queries: &[f32],
+            width: usize,
+            scores: &mut [f32],
+        ) {
+            let whole = width / LANES * LANES;
+            let mut rows = [&queries[..0]; NQ];
+            for (q, row) in rows.iter_mut().enumerate() {
+                *row = &queries[q * width..(q + 1) * width];
+            }
+            for (token, key) in keys.chunks_exact(width).enumerate() {
+                let mut sums = [m.splat(0.0); NQ];
+                for at in (0..whole).step_by(LANES) {
+                    let x = E::load(m, lane(key, at));
+                    for q in 0..NQ {
+                        sums[q] = m.mul_add(m.load(lane(rows[q], at)), x, sums[q]);
+                    }
+                }
+                for q in 0..NQ {
+                    let rest = key[whole..].iter().zip(&rows[q][whole..]);
+                    let rest = rest.fold(0.0f32, |sum, (x, w)| w.mul_add(x.wide(), sum));
+                    scores[q * TILE + token] += m.sum(sums[q]) + rest;
+                }
+            }
+        }
+        with_count!(self.count, NQ => run::<M, E, NQ>(m, self.keys, self.queries, self.width, self.scores))
+    }
+}
+
 /// Adds q·k to the scores of consecutive dense keys.
 ///
 /// # Shapes
 /// - `keys`: `[tokens, width]`; `queries`: `[count, width]`; `scores`: `[count, TILE]` from the first token on
-pub(super) fn dense_scores(keys: &[f32], queries: &[f32], width: usize, count: usize, scores: &mut [f32]) {
+pub(super) fn dense_scores<E: Element>(keys: &[E], queries: &[f32], width: usize, count: usize, scores: &mut [f32]) {
+    dispatch(DenseScores { keys, queries, width, count, scores });
+}
+
+struct DenseValues<'a, E> {
+    values: &'a [E],
+    p: &'a [f32],
+    width: usize,
+    count: usize,
+    out: &'a mut [f32],
+}
+
+impl<E: Element> DenseValues<'_, E> {
     #[inline(always)]
-    fn run<const NQ: usize>(keys: &[f32], queries: &[f32], width: usize, scores: &mut [f32]) {
-        let whole = width / LANES * LANES;
-        for (token, key) in keys.chunks_exact(width).enumerate() {
-            let mut sums = [[0.0f32; LANES]; NQ];
-            for at in (0..whole).step_by(LANES) {
-                let x: Lane = key[at..at + LANES].try_into().expect("a whole lane");
+    fn columns<M: Machine, const NQ: usize, const NR: usize>(&mut self, m: M, start: usize) {
+        let mut sums = [[m.splat(0.0); NR]; NQ];
+        for (token, value) in self.values.chunks_exact(self.width).enumerate() {
+            for r in 0..NR {
+                let x = E::load(m, lane(value, start + r * LANES));
                 for q in 0..NQ {
-                    let w = &queries[q * width + at..][..LANES];
-                    for i in 0..LANES {
-                        sums[q][i] = w[i].mul_add(x[i], sums[q][i]);
-                    }
+                    sums[q][r] = m.mul_add(m.splat(self.p[q * TILE + token]), x, sums[q][r]);
                 }
             }
-            for q in 0..NQ {
-                let rest = key[whole..].iter().zip(&queries[q * width + whole..][..width - whole]);
-                let rest = rest.fold(0.0f32, |sum, (x, w)| w.mul_add(*x, sum));
-                scores[q * TILE + token] += lane_sum(sums[q]) + rest;
+        }
+        for q in 0..NQ {
+            for r in 0..NR {
+                add_to(m, sums[q][r], self.out, q * self.width + start + r * LANES);
             }
         }
     }
-    vectorized!(|keys: &'a [f32], queries: &'a [f32], width: usize, count: usize, scores: &'a mut [f32]| -> () {
-        with_count!(count, NQ => run::<NQ>(keys, queries, width, scores))
-    })
+
+    #[inline(always)]
+    fn all<M: Machine, const NQ: usize>(&mut self, m: M) {
+        let width = self.width;
+        let mut start = 0;
+        while start + VALUE_ROWS * LANES <= width {
+            self.columns::<M, NQ, VALUE_ROWS>(m, start);
+            start += VALUE_ROWS * LANES;
+        }
+        while start + LANES <= width {
+            self.columns::<M, NQ, 1>(m, start);
+            start += LANES;
+        }
+        for c in start..width {
+            for q in 0..NQ {
+                let column = self.values.iter().skip(c).step_by(width).zip(&self.p[q * TILE..]);
+                self.out[q * width + c] += column.fold(0.0f32, |sum, (v, p)| p.mul_add(v.wide(), sum));
+            }
+        }
+    }
+}
+
+impl<E: Element> Kernel for DenseValues<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<M: Machine>(mut self, m: M) {
+        with_count!(self.count, NQ => self.all::<M, NQ>(m))
+    }
 }
 
 /// Adds Σ_t p_qt · v_t of consecutive dense values.
 ///
 /// # Shapes
 /// - `values`: `[tokens, width]`; `p`: `[count, TILE]` from the first token on; `out`: `[count, width]`
-pub(super) fn dense_values(values: &[f32], p: &[f32], width: usize, count: usize, out: &mut [f32]) {
-    #[inline(always)]
-    fn columns<const NQ: usize, const NR: usize>(
-        values: &[f32],
-        p: &[f32],
-        width: usize,
-        start: usize,
-        out: &mut [f32],
-    ) {
-        let mut sums = [[[0.0f32; LANES]; NR]; NQ];
-        for (token, value) in values.chunks_exact(width).enumerate() {
-            let value = &value[start..start + NR * LANES];
-            for r in 0..NR {
-                let x: Lane = value[r * LANES..(r + 1) * LANES].try_into().expect("a whole lane");
-                for q in 0..NQ {
-                    fma(p[q * TILE + token], &x, &mut sums[q][r]);
-                }
-            }
-        }
-        add_sums(&sums, width, start, out);
-    }
-    #[inline(always)]
-    fn run<const NQ: usize>(values: &[f32], p: &[f32], width: usize, out: &mut [f32]) {
-        let mut start = 0;
-        while start + VALUE_ROWS * LANES <= width {
-            columns::<NQ, VALUE_ROWS>(values, p, width, start, out);
-            start += VALUE_ROWS * LANES;
-        }
-        while start + LANES <= width {
-            columns::<NQ, 1>(values, p, width, start, out);
-            start += LANES;
-        }
-        for c in start..width {
-            for q in 0..NQ {
-                let column = values.iter().skip(c).step_by(width).zip(&p[q * TILE..]);
-                out[q * width + c] += column.fold(0.0f32, |sum, (v, p)| p.mul_add(*v, sum));
-            }
-        }
-    }
-    vectorized!(|values: &'a [f32], p: &'a [f32], width: usize, count: usize, out: &'a mut [f32]| -> () {
-        with_count!(count, NQ => run::<NQ>(values, p, width, out))
-    })
-}
-
-#[inline(always)]
-fn add_sums<const NQ: usize, const NR: usize>(sums: &[[Lane; NR]; NQ], width: usize, start: usize, out: &mut [f32]) {
-    for q in 0..NQ {
-        let out = &mut out[q * width + start..][..NR * LANES];
-        for r in 0..NR {
-            for i in 0..LANES {
-                out[r * LANES + i] += sums[q][r][i];
-            }
-        }
-    }
+pub(super) fn dense_values<E: Element>(values: &[E], p: &[f32], width: usize, count: usize, out: &mut [f32]) {
+    dispatch(DenseValues { values, p, width, count, out });
 }
 
 /// Values of consecutive tokens in codes of one width, with ranges for chunks of whole rows.
@@ -364,43 +398,69 @@ pub(super) struct CodedValues<'a> {
 
 impl CodedValues<'_> {
     #[inline(always)]
-    fn columns<const B: u32, const NQ: usize, const NR: usize>(&self, p: &[f32], first: usize, out: &mut [f32]) {
+    fn columns<M: Machine, const B: u32, const NQ: usize, const NR: usize>(
+        &self,
+        m: M,
+        p: &[f32],
+        first: usize,
+        out: &mut [f32],
+    ) {
         let row = row_bytes(B, LANES);
         let token_bytes = self.width / LANES * row;
         let chunks = self.width / self.channels;
         let mut chunk = [0usize; NR];
         for (r, chunk) in chunk.iter_mut().enumerate() {
-            *chunk = (first + r) * LANES / self.channels;
+            *chunk = 2 * ((first + r) * LANES / self.channels);
         }
-        let mut sums = [[[0.0f32; LANES]; NR]; NQ];
+        let mut sums = [[m.splat(0.0); NR]; NQ];
         let tokens = self.codes.chunks_exact(token_bytes).zip(self.ranges.chunks_exact(2 * chunks));
         for (token, (codes, ranges)) in tokens.enumerate() {
             let codes = &codes[first * row..][..NR * row];
             for r in 0..NR {
-                let (scale, zero) = (ranges[2 * chunk[r]], ranges[2 * chunk[r] + 1]);
-                let mut x = numbers::<B, false>(&codes[r * row..][..row], &NO_LEVELS);
-                for x in &mut x {
-                    *x = x.mul_add(scale, zero);
-                }
+                let range = &ranges[chunk[r]..chunk[r] + 2];
+                let x = numbers::<M, B, false>(m, &codes[r * row..(r + 1) * row], &NO_LEVELS);
+                let x = m.mul_add(x, m.splat(range[0]), m.splat(range[1]));
                 for q in 0..NQ {
-                    fma(p[q * TILE + token], &x, &mut sums[q][r]);
+                    sums[q][r] = m.mul_add(m.splat(p[q * TILE + token]), x, sums[q][r]);
                 }
             }
         }
-        add_sums(&sums, self.width, first * LANES, out);
+        for q in 0..NQ {
+            for r in 0..NR {
+                add_to(m, sums[q][r], out, q * self.width + (first + r) * LANES);
+            }
+        }
     }
 
     #[inline(always)]
-    fn run<const B: u32, const NQ: usize>(&self, p: &[f32], out: &mut [f32]) {
+    fn all<M: Machine, const B: u32, const NQ: usize>(&self, m: M, p: &[f32], out: &mut [f32]) {
         let rows = self.width / LANES;
         let mut first = 0;
         while first + VALUE_ROWS <= rows {
-            self.columns::<B, NQ, VALUE_ROWS>(p, first, out);
+            self.columns::<M, B, NQ, VALUE_ROWS>(m, p, first, out);
             first += VALUE_ROWS;
         }
-        if first < rows {
-            self.columns::<B, NQ, 1>(p, first, out);
+        while first < rows {
+            self.columns::<M, B, NQ, 1>(m, p, first, out);
+            first += 1;
         }
+    }
+}
+
+struct ReadValues<'a> {
+    values: CodedValues<'a>,
+    p: &'a [f32],
+    count: usize,
+    out: &'a mut [f32],
+}
+
+impl Kernel for ReadValues<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<M: Machine>(self, m: M) {
+        let Self { values, p, count, out } = self;
+        with_count!(count, NQ => with_bits!(values.bits, B => values.all::<M, B, NQ>(m, p, out)))
     }
 }
 
@@ -409,9 +469,21 @@ impl CodedValues<'_> {
 /// # Shapes
 /// - `p`: `[count, TILE]` from the first token on; `out`: `[count, width]`
 pub(super) fn coded_values(values: CodedValues<'_>, p: &[f32], count: usize, out: &mut [f32]) {
-    vectorized!(|values: CodedValues<'a>, p: &'a [f32], count: usize, out: &'a mut [f32]| -> () {
-        with_count!(count, NQ => with_bits!(values.bits, B => values.run::<B, NQ>(p, out)))
-    })
+    dispatch(ReadValues { values, p, count, out });
+}
+
+/// The sum of the lanes, upper half onto lower half.
+#[inline(always)]
+fn halves_sum(x: &Lane) -> f32 {
+    let mut eight = [0.0f32; 8];
+    for i in 0..8 {
+        eight[i] = x[i] + x[i + 8];
+    }
+    let mut four = [0.0f32; 4];
+    for i in 0..4 {
+        four[i] = eight[i] + eight[i + 4];
+    }
+    (four[0] + four[2]) + (four[1] + four[3])
 }
 
 /// One tile of an online softmax: scores become e^{s − m}, what was summed before is scaled to the new maximum m.
@@ -443,7 +515,7 @@ pub(super) fn online_softmax(scores: &mut [f32], max: &mut f32, sum: &mut f32, o
                 lanes[i] += x[i];
             }
         }
-        let mut total = lane_sum(lanes);
+        let mut total = halves_sum(&lanes);
         for x in &mut scores[whole..] {
             *x = exp32(*x - largest);
             total += *x;
@@ -452,19 +524,31 @@ pub(super) fn online_softmax(scores: &mut [f32], max: &mut f32, sum: &mut f32, o
     })
 }
 
-/// y = M x for a row-major M of `x.len()` columns.
-pub(super) fn matrix_vector(matrix: &[f32], x: &[f32], y: &mut [f32]) {
-    vectorized!(|matrix: &'a [f32], x: &'a [f32], y: &'a mut [f32]| -> () {
+struct MatrixVector<'a> {
+    matrix: &'a [f32],
+    x: &'a [f32],
+    y: &'a mut [f32],
+}
+
+impl Kernel for MatrixVector<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<M: Machine>(self, m: M) {
+        let Self { matrix, x, y } = self;
         let whole = x.len() / LANES * LANES;
         for (y, row) in y.iter_mut().zip(matrix.chunks_exact(x.len())) {
-            let mut sums = [0.0f32; LANES];
-            for (a, b) in row[..whole].chunks_exact(LANES).zip(x[..whole].chunks_exact(LANES)) {
-                for i in 0..LANES {
-                    sums[i] = a[i].mul_add(b[i], sums[i]);
-                }
+            let mut sum = m.splat(0.0);
+            for at in (0..whole).step_by(LANES) {
+                sum = m.mul_add(m.load(lane(row, at)), m.load(lane(x, at)), sum);
             }
             let rest = row[whole..].iter().zip(&x[whole..]).fold(0.0f32, |sum, (a, b)| a.mul_add(*b, sum));
-            *y = lane_sum(sums) + rest;
+            *y = m.sum(sum) + rest;
         }
-    })
+    }
+}
+
+/// y = M x for a row-major M of `x.len()` columns.
+pub(super) fn matrix_vector(matrix: &[f32], x: &[f32], y: &mut [f32]) {
+    dispatch(MatrixVector { matrix, x, y });
 }

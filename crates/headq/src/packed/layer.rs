@@ -9,7 +9,7 @@ use rayon::prelude::*;
 
 use super::kernels::{self, MOST_QUERIES, TILE};
 use super::keys::{Folded, KeyCodes, Queries, Ranges, group_ranges, token_ranges};
-use super::reals::DenseType;
+use super::reals::{DenseType, Run};
 use super::rows::LANES;
 use super::stream::{Place, Stream};
 use super::values::{NewValues, ValueBuffers, ValueCodes, Widths};
@@ -86,7 +86,6 @@ pub(super) struct Scratch {
 struct Buffers {
     folded: Folded,
     values: ValueBuffers,
-    wide: Vec<f32>,
 }
 
 thread_local! {
@@ -259,29 +258,23 @@ impl PackedLayer {
         self.values.coded_up_to(due.end, self.rewind);
     }
 
-    /// Appends tokens and codes what they flush; their attention masses, where needed, are known already.
-    ///
-    /// # Shapes
-    /// - `keys` (shifted), `values`: `[kv_heads, tokens, head_dim]`
-    /// - `masses`: of the values that are due then, `[kv_heads, tokens]`
-    pub fn append(&mut self, keys: &[f32], values: &[f32], masses: Option<Vec<f32>>, device: &Device) {
-        self.keys.append(keys);
-        self.values.append(values);
-        self.flush(masses, device);
-    }
-
     /// Appends tokens as they come from a model.
     ///
     /// # Shapes
     /// - `keys`, `values`: `[1, kv_heads, tokens, head_dim]`
-    /// - `masses`: under `a2`, of all values not coded before this call: `[1, kv_heads, tokens, 1]`, after the sinks
+    /// - `masses`: under `a2`, of all values not coded before this call: `[1, kv_heads, tokens, 1]`, after the sinks; `None` is as if no
+    ///   query had read the new tokens
     pub fn extend(&mut self, keys: Tensor<4>, values: Tensor<4>, masses: Option<Tensor<4>>) {
         let device = keys.device();
         let keys = host(self.module.shift_keys(keys));
         let heads = self.shape.kv_heads;
         let Some(masses) = masses.filter(|_| self.weighs()) else {
-            assert!(!self.weighs(), "a2 codes values by the queries that read them");
-            return self.append(&keys, &host(values), None, &device);
+            self.keys.append(&keys);
+            self.values.append(&host(values));
+            let masses = self.weighs().then(|| self.take_masses());
+            let left = self.len().saturating_sub(self.values.first() + self.values.due().end);
+            self.masses.resize(if self.weighs() { left * heads } else { 0 }, 0.0);
+            return self.flush(masses, &device);
         };
         // Due and left behind are known only once the tokens are there.
         self.keys.append(&keys);
@@ -510,8 +503,12 @@ impl PackedLayer {
                         scores[q * TILE + used..(q + 1) * TILE].fill(0.0);
                     }
                 }
-                dense => self.keys.each_dense(group.kv_head, &dense, &mut buffers.wide, |before, keys| {
-                    kernels::dense_scores(keys, &group.plain, d, group.count, &mut scores[offset + before..]);
+                dense => self.keys.each_dense(group.kv_head, &dense, |before, keys| {
+                    let scores = &mut scores[offset + before..];
+                    match keys {
+                        Run::F16(keys) => kernels::dense_scores(keys, &group.plain, d, group.count, scores),
+                        Run::F32(keys) => kernels::dense_scores(keys, &group.plain, d, group.count, scores),
+                    }
                 }),
             }
         }
@@ -526,8 +523,12 @@ impl PackedLayer {
                     let codes = self.value_codes.as_ref().expect("coded values have codes");
                     codes.add_values(group.kv_head, tokens, &p[offset..], group.count, &mut buffers.values, out);
                 }
-                dense => self.values.each_dense(group.kv_head, &dense, &mut buffers.wide, |before, values| {
-                    kernels::dense_values(values, &p[offset + before..], d, group.count, out);
+                dense => self.values.each_dense(group.kv_head, &dense, |before, values| {
+                    let p = &p[offset + before..];
+                    match values {
+                        Run::F16(values) => kernels::dense_values(values, p, d, group.count, out),
+                        Run::F32(values) => kernels::dense_values(values, p, d, group.count, out),
+                    }
                 }),
             }
         }

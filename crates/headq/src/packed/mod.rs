@@ -10,7 +10,7 @@
 //! | `paged`, `reals` | records in pages; real numbers in them |
 //! | `stream` | dense sinks, codes, dense window: which token is where (E10) |
 //! | `keys`, `values` | coded keys and side codes in blocks of 16 tokens; coded values token by token |
-//! | `kernels` | vector loops |
+//! | `simd`, `kernels` | sixteen lanes on any instruction set; vector loops |
 //! | `layer` | one layer's cache and attention |
 //! | `file` | saved caches |
 
@@ -21,6 +21,7 @@ mod layer;
 mod paged;
 mod reals;
 mod rows;
+mod simd;
 mod stream;
 mod values;
 
@@ -135,11 +136,9 @@ impl PackedCache {
     /// # Shapes
     /// `keys` (post-RoPE), `values`: `[1, kv_heads, tokens, head_dim]`
     ///
-    /// # Panics
-    /// Under the value policy `a2`, which cannot code values without queries.
+    /// Under the value policy `a2` these tokens count as read by no query.
     pub fn extend(&mut self, layer: usize, keys: Tensor<4>, values: Tensor<4>) {
-        let layer = &mut self.layers[layer];
-        layer.extend(keys, values, None);
+        self.layers[layer].extend(keys, values, None);
     }
 }
 

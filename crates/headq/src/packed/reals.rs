@@ -75,7 +75,21 @@ macro_rules! either {
     };
 }
 
+/// Records as they lie in a page.
+pub(super) enum Run<'a> {
+    F16(&'a [f16]),
+    F32(&'a [f32]),
+}
+
 impl Reals {
+    /// Records `range` of a head as they are, as far as they lie in the page of the first.
+    pub fn raw(&self, head: usize, range: Range<usize>) -> Run<'_> {
+        match self {
+            Reals::F16(pages) => Run::F16(pages.run(head, range)),
+            Reals::F32(pages) => Run::F32(pages.run(head, range)),
+        }
+    }
+
     pub fn new(kind: DenseType, heads: usize, record: usize, slots: usize) -> Self {
         match kind {
             DenseType::F16 => Reals::F16(Paged::new(vec![record; heads], slots)),

@@ -27,6 +27,19 @@ pub(super) const fn rows_bytes(bits: u32, codes: usize) -> usize {
     codes / LANES * row_bytes(bits, LANES) + row_bytes(bits, codes % LANES)
 }
 
+/// Where the planes of 8, 4, 2 and 1 bits begin in a whole row of `bits`-bit codes, as far as it has them.
+pub(super) const fn planes(bits: u32) -> [usize; 4] {
+    let (mut at, mut start, mut i) = ([0; 4], 0, 0);
+    while i < PLANES.len() {
+        at[i] = start;
+        if bits & PLANES[i] != 0 {
+            start += LANES * PLANES[i] as usize / 8;
+        }
+        i += 1;
+    }
+    at
+}
+
 /// Writes one code of a row of `lanes` codes over whatever was there.
 pub(super) fn put(row: &mut [u8], bits: u32, lanes: usize, lane: usize, code: u8) {
     let (mut start, mut low) = (0, bits);

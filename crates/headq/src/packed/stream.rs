@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::reals::{DenseType, Reals};
+use super::reals::{DenseType, Reals, Run};
 use crate::scheme::Flush;
 
 /// Tokens in a page of a window that is flushed: few, as what is not filled is held for nothing.
@@ -151,7 +151,7 @@ impl Stream {
     }
 
     /// Calls `f` with the dense tokens of a range as they lie in pages, and how many came before.
-    pub fn each_dense(&self, head: usize, place: &Place, wide: &mut Vec<f32>, mut f: impl FnMut(usize, &[f32])) {
+    pub fn each_dense(&self, head: usize, place: &Place, mut f: impl FnMut(usize, Run<'_>)) {
         let (pages, tokens) = match place {
             Place::Sinks(tokens) => (&self.sinks, tokens),
             Place::Window(tokens) => (&self.window, tokens),
@@ -159,9 +159,13 @@ impl Stream {
         };
         let mut at = tokens.start;
         while at < tokens.end {
-            let run = pages.run(head, at..tokens.end, wide);
+            let run = pages.raw(head, at..tokens.end);
+            let length = match run {
+                Run::F16(x) => x.len(),
+                Run::F32(x) => x.len(),
+            };
             f(at - tokens.start, run);
-            at += run.len() / self.width;
+            at += length / self.width;
         }
     }
 
