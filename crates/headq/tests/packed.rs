@@ -247,3 +247,54 @@ fn bytes_are_those_of_the_accounting() {
         }
     }
 }
+
+#[test]
+fn a_saved_cache_loads_bit_for_bit_and_anything_else_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    for scheme in [
+        "kivi-2(g=8,r=5,sinks=3)+query-pca(rank=4,bits=4)/token-2(c=8)",
+        "rotated-3(g=8,r=5)+random(rank=3,bits=6,scope=query-head)/a2-3(c=8,g=4,r=9)",
+        "grid-2(g=1,r=1)",
+        "dense",
+    ] {
+        let case = Case::new(scheme, (4, 2, None), 16, 60);
+        let path = folder.path().join("cache.safetensors");
+        for (len, dense) in [(0, DenseType::F16), (2, DenseType::F32), (37, DenseType::F16), (50, DenseType::F32)] {
+            let mut cache = case.cache(dense, 0);
+            (0..len).for_each(|t| drop(case.step(&mut cache, t)));
+            cache.save(&path, "model").unwrap();
+            let modules = || {
+                let basis = basis(&case.scheme, 1, 4, 2, 16);
+                vec![modules(&case.scheme, basis.as_ref(), 2, 16, &Device::flex())]
+            };
+            let mut loaded = PackedCache::load(&path, "model", modules(), case.shape()).unwrap();
+            assert_eq!((loaded.len(), loaded.dense_type()), (len, dense));
+            // What it holds is the same bits, and so is everything after.
+            let again = folder.path().join("again.safetensors");
+            loaded.save(&again, "model").unwrap();
+            assert_eq!(std::fs::read(&path).unwrap(), std::fs::read(&again).unwrap(), "{scheme} {len}");
+            for t in len..60 {
+                assert_eq!(case.step(&mut loaded, t), case.step(&mut cache, t), "{scheme} {len}, token {t}");
+            }
+            let refused = |path: &std::path::Path, model: &str, shape| {
+                let error = PackedCache::load(path, model, modules(), shape).map(|_| ()).unwrap_err().to_string();
+                assert!(error.contains(&path.display().to_string()), "{error}");
+                error
+            };
+            assert!(refused(&path, "other", case.shape()).contains("model is model, expected other"));
+            assert!(refused(&path, "model", HeadShape { kv_heads: 4, ..case.shape() }).contains("shape is"));
+            assert!(refused(folder.path(), "model", case.shape()).contains("cannot be read"));
+            // Every byte counts: flipped or cut off.
+            let whole = std::fs::read(&path).unwrap();
+            let damaged = folder.path().join("damaged.safetensors");
+            for at in (0..whole.len()).step_by(whole.len() / 40 + 1).chain([whole.len() - 1]) {
+                let mut bytes = whole.clone();
+                bytes[at] ^= 4;
+                std::fs::write(&damaged, &bytes).unwrap();
+                refused(&damaged, "model", case.shape());
+                std::fs::write(&damaged, &whole[..at]).unwrap();
+                refused(&damaged, "model", case.shape());
+            }
+        }
+    }
+}

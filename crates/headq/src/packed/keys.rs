@@ -6,6 +6,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::file::Part;
 use super::kernels::{self, MOST_QUERIES, TILE};
 use super::paged::Paged;
 use super::reals::{DenseType, Reals};
@@ -173,6 +174,25 @@ impl KeyCodes {
         }
     }
 
+    /// Codes and ranges of `len` tokens as they are saved.
+    pub fn parts(&mut self, len: usize) -> Vec<(&'static str, Part<'_>)> {
+        let blocks = len.div_ceil(LANES);
+        let mut parts = vec![("codes", Part::Bytes { pages: &mut self.codes, len: blocks })];
+        match &mut self.ranges {
+            Ranges::Fixed { .. } => {}
+            Ranges::Group { group, values } => {
+                parts.push(("ranges", Part::Reals { pages: values, start: 0, len: len / *group }));
+            }
+            Ranges::Token { values, .. } => parts.push(("ranges", Part::Reals { pages: values, start: 0, len: blocks })),
+        }
+        parts
+    }
+
+    /// Takes over the number of saved tokens, whose parts are restored.
+    pub fn resume(&mut self, len: usize) {
+        self.len = len;
+    }
+
     /// Bytes held.
     pub fn bytes(&self) -> usize {
         let ranges = match &self.ranges {
@@ -194,18 +214,6 @@ impl KeyCodes {
                 let level = self.levels.as_ref().map_or(f32::from(code), |levels| levels[usize::from(code)]);
                 let (scale, zero) = range(channel);
                 out[channel] = level * scale + zero;
-            }
-        }
-    }
-
-    /// Codes of one token, 0 where a coefficient has no bits.
-    pub fn codes_of(&self, head: usize, token: usize, out: &mut [f32]) {
-        out.fill(0.0);
-        let rows = self.codes.record(head, token / LANES);
-        for run in &self.layouts[head].runs {
-            let row = row_bytes(run.bits, LANES);
-            for (row, channel) in rows[run.start..].chunks(row).zip(run.channels.clone()) {
-                out[channel] = f32::from(get(row, run.bits, LANES, token % LANES));
             }
         }
     }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use burn::tensor::{Device, Tensor, TensorData};
 use rayon::prelude::*;
 
+use super::file::{Counts, Part};
 use super::kernels::{self, MOST_QUERIES, TILE};
 use super::keys::{Folded, KeyCodes, Queries, Ranges, group_ranges, token_ranges};
 use super::reals::{DenseType, Run};
@@ -171,14 +172,6 @@ impl PackedLayer {
         &self.module
     }
 
-    pub fn side_codes(&self) -> Option<&KeyCodes> {
-        self.side.as_ref().map(|side| &side.codes)
-    }
-
-    pub fn side_codes_mut(&mut self) -> Option<&mut KeyCodes> {
-        self.side.as_mut().map(|side| &mut side.codes)
-    }
-
     pub fn len(&self) -> usize {
         self.keys.len
     }
@@ -193,6 +186,56 @@ impl PackedLayer {
             + self.side.as_ref().map_or(0, |side| side.codes.bytes())
             + self.value_codes.as_ref().map_or(0, ValueCodes::bytes);
         self.keys.bytes() + self.values.bytes() + codes + self.masses.capacity() * size_of::<f32>()
+    }
+
+    /// Tokens of keys and values that are coded, and from which on they are held dense.
+    pub fn counts(&self) -> Counts {
+        let of = |stream: &Stream| [stream.coded, stream.held()];
+        Counts { len: self.len(), keys: of(&self.keys), values: of(&self.values) }
+    }
+
+    /// Whether some cache of this scheme has these counts.
+    pub fn possible(&self, counts: &Counts) -> bool {
+        let of = |stream: &Stream, [coded, held]: [usize; 2]| stream.possible(counts.len, coded, held);
+        of(&self.keys, counts.keys) && of(&self.values, counts.values)
+    }
+
+    /// Everything that is saved of a layer with these counts, by name.
+    pub fn parts(&mut self, counts: &Counts) -> Vec<(String, Part<'_>)> {
+        let mut all = Vec::new();
+        fn add<'a>(group: &str, parts: Vec<(&'static str, Part<'a>)>) -> Vec<(String, Part<'a>)> {
+            parts.into_iter().map(|(name, part)| (format!("{group}.{name}"), part)).collect()
+        }
+        let first_value = self.values.first();
+        let [coded, held] = counts.keys;
+        all.extend(add("keys", self.keys.parts(counts.len, held).into()));
+        all.extend(self.key_codes.as_mut().map(|codes| add("keys", codes.parts(coded))).into_iter().flatten());
+        all.extend(self.side.as_mut().map(|side| add("side", side.codes.parts(coded))).into_iter().flatten());
+        let [coded, held] = counts.values;
+        all.extend(add("values", self.values.parts(counts.len, held).into()));
+        all.extend(self.value_codes.as_mut().map(|codes| add("values", codes.parts(coded))).into_iter().flatten());
+        if self.module.scheme().value.is_some_and(|v| v.policy == Policy::A2) {
+            let tokens = counts.len.saturating_sub(first_value + coded);
+            let len = tokens * self.shape.kv_heads;
+            all.push(("values.masses".into(), Part::Masses { values: &mut self.masses, len }));
+        }
+        all
+    }
+
+    /// Takes over the counts of a saved layer, whose parts are restored.
+    pub fn resume(&mut self, counts: &Counts) {
+        let ([key_coded, key_held], [value_coded, value_held]) = (counts.keys, counts.values);
+        self.keys.resume(counts.len, key_coded, key_held);
+        self.values.resume(counts.len, value_coded, value_held);
+        if let Some(codes) = &mut self.key_codes {
+            codes.resume(key_coded);
+        }
+        if let Some(side) = &mut self.side {
+            side.codes.resume(key_coded);
+        }
+        if let Some(codes) = &mut self.value_codes {
+            codes.resume(value_coded);
+        }
     }
 
     /// Shortest length that can be gone back to.

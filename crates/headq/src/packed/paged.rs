@@ -105,4 +105,31 @@ impl<T: Copy + Default> Paged<T> {
         let page = self.size * size_of::<T>();
         self.pages.len() * page + self.pages.capacity() * size_of::<Box<[T]>>()
     }
+
+    /// The records from `start` on, head by head.
+    pub fn snapshot(&self, start: usize) -> Vec<T> {
+        let mut all = Vec::new();
+        for head in 0..self.records.len() {
+            (start..self.len).for_each(|index| all.extend_from_slice(self.record(head, index)));
+        }
+        all
+    }
+
+    /// Elements of [`Paged::snapshot`] with records `start..len`.
+    pub fn snapshot_len(&self, start: usize, len: usize) -> usize {
+        self.records.iter().map(|(length, _)| length).sum::<usize>() * (len - start)
+    }
+
+    /// Fills an empty sequence with the records of a snapshot; those before `start` are as good as freed.
+    pub fn restore(&mut self, start: usize, len: usize, mut all: &[T]) {
+        self.free_before(start);
+        self.extend(len);
+        for head in 0..self.records.len() {
+            for index in start..len {
+                let (record, rest) = all.split_at(self.records[head].0);
+                self.record_mut(head, index).copy_from_slice(record);
+                all = rest;
+            }
+        }
+    }
 }

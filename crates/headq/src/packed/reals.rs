@@ -97,8 +97,38 @@ impl Reals {
         }
     }
 
-    pub fn len(&self) -> usize {
-        either!(self, pages => pages.len())
+    /// The type, and the records from `start` on as little-endian bytes.
+    pub fn snapshot(&self, start: usize) -> (DenseType, Vec<u8>) {
+        match self {
+            Reals::F16(pages) => {
+                (DenseType::F16, pages.snapshot(start).iter().flat_map(|x| x.to_le_bytes()).collect())
+            }
+            Reals::F32(pages) => {
+                (DenseType::F32, pages.snapshot(start).iter().flat_map(|x| x.to_le_bytes()).collect())
+            }
+        }
+    }
+
+    /// The type and the number of bytes that a snapshot of records `start..len` has.
+    pub fn snapshot_len(&self, start: usize, len: usize) -> (DenseType, usize) {
+        match self {
+            Reals::F16(pages) => (DenseType::F16, 2 * pages.snapshot_len(start, len)),
+            Reals::F32(pages) => (DenseType::F32, 4 * pages.snapshot_len(start, len)),
+        }
+    }
+
+    /// Fills an empty sequence with the records of a snapshot.
+    pub fn restore(&mut self, start: usize, len: usize, bytes: &[u8]) {
+        match self {
+            Reals::F16(pages) => {
+                let all: Vec<f16> = bytes.as_chunks().0.iter().map(|b| f16::from_le_bytes(*b)).collect();
+                pages.restore(start, len, &all);
+            }
+            Reals::F32(pages) => {
+                let all: Vec<f32> = bytes.as_chunks().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
+                pages.restore(start, len, &all);
+            }
+        }
     }
 
     pub fn extend(&mut self, len: usize) {

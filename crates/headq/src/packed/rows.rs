@@ -168,3 +168,81 @@ macro_rules! with_bits {
     };
 }
 pub(super) use with_bits;
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::simd::{Kernel, Machine, Portable, dispatch};
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn unpacking_is_the_inverse_of_packing(bits in 1u32..=8, codes in prop::collection::vec(any::<u8>(), 0..200)) {
+            let codes: Vec<u8> = codes.into_iter().map(|c| c & ((1u32 << bits) - 1) as u8).collect();
+            let packed = pack(&codes, bits);
+            prop_assert_eq!(unpack(&packed, bits, codes.len()), codes.clone());
+            // No more than a byte is lost to rounding, in each plane of the last row.
+            let tight = codes.len() * bits as usize;
+            prop_assert!(8 * packed.len() >= tight && 8 * packed.len() < tight + 8 * 3 + 1);
+        }
+
+        #[test]
+        fn a_code_is_written_over_whatever_was_there(
+            bits in 1u32..=8,
+            lanes in 1usize..=LANES,
+            noise in prop::collection::vec(any::<u8>(), 16),
+            lane in 0usize..LANES,
+            code in any::<u8>(),
+        ) {
+            let (lane, code) = (lane % lanes, code & ((1u32 << bits) - 1) as u8);
+            let mut row = noise[..row_bytes(bits, lanes)].to_vec();
+            let before: Vec<u8> = (0..lanes).map(|i| get(&row, bits, lanes, i)).collect();
+            put(&mut row, bits, lanes, lane, code);
+            for i in 0..lanes {
+                prop_assert_eq!(get(&row, bits, lanes, i), if i == lane { code } else { before[i] });
+            }
+        }
+    }
+
+    /// The numbers of a row by way of codes and of a table.
+    struct Read<'a> {
+        row: &'a [u8],
+        bits: u32,
+        table: &'a [f32; 256],
+    }
+
+    impl Kernel for Read<'_> {
+        type Output = [[f32; LANES]; 2];
+
+        #[inline(always)]
+        fn run<M: Machine>(self, m: M) -> Self::Output {
+            let mut out = [[0.0; LANES]; 2];
+            with_bits!(self.bits, B => {
+                m.store(m.codes::<B>(self.row), &mut out[0]);
+                m.store(m.levels::<B>(self.row, self.table), &mut out[1]);
+            });
+            out
+        }
+    }
+
+    #[test]
+    fn every_instruction_set_reads_the_same_rows() {
+        let mut table = [0.0; 256];
+        table.iter_mut().enumerate().for_each(|(i, x)| *x = (i as f32 - 77.0) * 0.37);
+        for bits in 1..=8 {
+            for seed in 0..50usize {
+                let codes: Vec<u8> =
+                    (0..LANES).map(|i| ((i + 1) * (seed + 3) * 7919 % 251) as u8 & ((1u32 << bits) - 1) as u8).collect();
+                let row = pack(&codes, bits);
+                let read = || Read { row: &row, bits, table: &table };
+                let expected: [Vec<f32>; 2] =
+                    [codes.iter().map(|c| f32::from(*c)).collect(), codes.iter().map(|c| table[usize::from(*c)]).collect()];
+                for found in [dispatch(read()), read().run(Portable)] {
+                    assert_eq!(found[0].as_slice(), expected[0], "{bits} bits");
+                    assert_eq!(found[1].as_slice(), expected[1], "{bits} bits");
+                }
+            }
+        }
+    }
+}

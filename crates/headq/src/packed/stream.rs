@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::file::Part;
 use super::reals::{DenseType, Reals, Run};
 use crate::scheme::Flush;
 
@@ -174,14 +175,29 @@ impl Stream {
         self.sinks.bytes() + self.window.bytes()
     }
 
+    /// Sinks and window as they are saved.
+    pub fn parts(&mut self, len: usize, held: usize) -> [(&'static str, Part<'_>); 2] {
+        let sinks = self.first();
+        [
+            ("sinks", Part::Reals { pages: &mut self.sinks, start: 0, len: len.min(sinks) }),
+            ("window", Part::Reals { pages: &mut self.window, start: held, len: len.saturating_sub(sinks).max(held) }),
+        ]
+    }
+
     /// First token after the sinks that is held dense.
     pub fn held(&self) -> usize {
         self.held
     }
 
-    /// An empty stream that begins to hold dense tokens after the sinks at `held`: for a cache read from a file.
-    pub fn resume(&mut self, held: usize) {
-        self.held = held;
-        self.window.free_before(held);
+    /// Takes over the counts of a saved stream, whose parts are restored.
+    pub fn resume(&mut self, len: usize, coded: usize, held: usize) {
+        (self.len, self.coded, self.held) = (len, coded, held);
+    }
+
+    /// Whether counts are those of some stream of `len` tokens.
+    pub fn possible(&self, len: usize, coded: usize, held: usize) -> bool {
+        let flushed = self.flush.filter(|_| len > 0).map_or(0, |f| f.flushed(len - 1));
+        let group = self.flush.map_or(1, |f| f.group);
+        coded == flushed && held <= coded && held.is_multiple_of(group)
     }
 }

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::file::Part;
 use super::kernels::{self, TILE};
 use super::paged::Paged;
 use super::reals::{DenseType, Reals};
@@ -68,6 +69,21 @@ impl ValueCodes {
     /// Bytes held.
     pub fn bytes(&self) -> usize {
         self.codes.bytes() + self.ranges.bytes()
+    }
+
+    /// Codes and ranges of `len` tokens as they are saved.
+    pub fn parts(&mut self, len: usize) -> Vec<(&'static str, Part<'_>)> {
+        let records = match self.widths {
+            Widths::Same(_) => len,
+            Widths::Mixed { group, .. } => len / group,
+        };
+        let codes = Part::Bytes { pages: &mut self.codes, len: records };
+        vec![("codes", codes), ("ranges", Part::Reals { pages: &mut self.ranges, start: 0, len })]
+    }
+
+    /// Takes over the number of saved tokens, whose parts are restored.
+    pub fn resume(&mut self, len: usize) {
+        self.len = len;
     }
 
     /// Forgets the tokens from `len` on, a whole number of groups.
@@ -159,27 +175,13 @@ impl ValueCodes {
         }
     }
 
-    /// Whether each of a head's tokens has more bits than the mean.
-    pub fn is_heavy(&self, head: usize, token: usize) -> bool {
-        matches!(self.widths, Widths::Mixed { mean, .. } if self.token(head, token).0 > mean)
-    }
-
     /// Codes of one token.
-    pub fn codes_of(&self, head: usize, token: usize, out: &mut [f32]) {
+    fn codes_of(&self, head: usize, token: usize, out: &mut [f32]) {
         let (bits, codes) = self.token(head, token);
         let row = row_bytes(bits, LANES);
         for (c, out) in out.iter_mut().enumerate() {
             let lanes = (self.width - c / LANES * LANES).min(LANES);
             *out = f32::from(get(&codes[c / LANES * row..], bits, lanes, c % LANES));
-        }
-    }
-
-    /// Scales, or zeros, of one token's chunks.
-    pub fn ranges_of(&self, head: usize, token: usize, which: usize, out: &mut [f32]) {
-        let mut record = vec![0.0; 2 * (self.width / self.channels)];
-        self.ranges.read(head, token, &mut record);
-        for (out, pair) in out.iter_mut().zip(record.chunks(2)) {
-            *out = pair[which];
         }
     }
 
