@@ -209,7 +209,7 @@ impl Request<'_> {
             if observer.cancelled() {
                 break StopReason::Interrupted;
             }
-            let token = next.ok_or_else(|| LabError::BrokenLogits { token: tokens.len() })?;
+            let token = next.ok_or(LabError::BrokenLogits { token: tokens.len() })?;
             tokens.push(token);
             if !self.ignore_eos && self.tokenizer.eos().contains(&token) {
                 break StopReason::Eos;
