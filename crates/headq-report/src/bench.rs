@@ -39,7 +39,7 @@ pub fn bench_plot(report: &BenchReport) -> String {
     let panels = panels.into_iter().filter(|(_, curves)| curves.curves.iter().any(|c| !c.points.is_empty()));
     let width = Width::Wide.pixels();
     let (mut body, mut y) = (String::new(), 0);
-    let mut text = |body: &mut String, x: usize, y: usize, ink: &str, text: &str| {
+    let text = |body: &mut String, x: usize, y: usize, ink: &str, text: &str| {
         let text = text.replace('&', "&amp;").replace('<', "&lt;");
         write!(body, "<text x=\"{x}\" y=\"{y}\" fill=\"var({ink})\" font-size=\"13\">{text}</text>")
             .expect("a string takes any text");

@@ -112,11 +112,6 @@ impl Correction {
         store_side(&self.side, self.group, self.meta, self.encode(residual), self.clip.as_ref().map(|c| c.val()))
     }
 
-    /// The side scheme that it follows.
-    pub(crate) fn side(&self) -> &SideScheme {
-        &self.side
-    }
-
     /// z = Wᵀe, one product for each group, so that a group's codes do not depend on how many groups are coded together.
     ///
     /// # Shapes

@@ -8,7 +8,7 @@ use burn::tensor::{Device, Tensor, TensorData};
 use common::{SCHEMES, basis, modules, normal, teacher_forced};
 use headq::budget::{Budget, HeadShape};
 use headq::scheme::Scheme;
-use headq::{Attention, AttentionSite, DecodeAttention, DenseType, PackedCache};
+use headq::{Attention, AttentionSite, DecodeAttention, DenseType, DeviceName, PackedCache};
 
 fn site(start: usize, window: Option<usize>, width: usize) -> AttentionSite {
     AttentionSite { layer: 0, start, scale: 1.0 / (width as f64).sqrt(), window }
@@ -57,9 +57,13 @@ impl Case {
 
     /// All tokens at once: `[tokens][heads · width]`.
     fn reference(&self) -> Vec<Vec<f32>> {
+        self.reference_on(&Device::flex())
+    }
+
+    fn reference_on(&self, device: &Device) -> Vec<Vec<f32>> {
         let basis = basis(&self.scheme, 1, self.heads, self.kv_heads, self.width);
-        let mut whole = teacher_forced(&self.scheme, basis.as_ref(), self.kv_heads, self.width, &Device::flex());
-        let [q, k, v] = self.qkv.clone();
+        let mut whole = teacher_forced(&self.scheme, basis.as_ref(), self.kv_heads, self.width, device);
+        let [q, k, v] = self.qkv.clone().map(|x| Tensor::<4>::from_data(x.into_data(), device));
         let out = whole.attend(&site(0, self.window, self.width), q, k, v);
         let total = out.dims()[2];
         (0..total).map(|t| floats(out.clone().narrow(2, t, 1))).collect()
@@ -102,6 +106,37 @@ fn decoding_through_packed_codes_is_the_teacher_forced_pass() {
                     let off = worst(found, expected);
                     assert!(off < 1e-5, "{scheme} {shape:?} {stretches:?}, token {t}: {off:e}");
                 }
+            }
+        }
+    }
+}
+
+/// The same pages, read through tensors on every device that this build has.
+#[test]
+fn every_device_reads_the_same_pages() {
+    for (name, device) in DeviceName::present() {
+        for scheme in [
+            "kivi-2(g=8,r=5,sinks=3)+query-pca(rank=4,bits=4)/token-2(c=8)",
+            "rotated-3(g=8,r=5)/a2-3(c=8)",
+            "grid-2(g=4,r=3,center)",
+            "dense",
+        ] {
+            let case = Case::new(scheme, (4, 2, Some(19)), 16, 40);
+            let reference = case.reference_on(&device);
+            let basis = basis(&case.scheme, 1, 4, 2, 16);
+            let module = modules(&case.scheme, basis.as_ref(), 2, 16, &device);
+            let mut cache = PackedCache::new(vec![module], case.shape(), DenseType::F32).unwrap();
+            let mut start = 0;
+            for end in std::iter::once(14).chain(15..=40) {
+                let on_device = |x: Tensor<4>| Tensor::from_data(x.narrow(2, start, end - start).into_data(), &device);
+                let [q, k, v] = case.qkv.clone().map(on_device);
+                let out = cache.attend(&site(start, case.window, 16), q, k, v);
+                for t in start..end {
+                    let found: Vec<f32> = out.clone().narrow(2, t - start, 1).try_into_vec_as().unwrap();
+                    let off = worst(&found, &reference[t]);
+                    assert!(off < 1e-4, "{name}: {scheme}, token {t}: {off:e}");
+                }
+                start = end;
             }
         }
     }

@@ -71,7 +71,18 @@ fn table(report: &BenchReport) -> String {
     use comfy_table::{CellAlignment, Table, presets};
     let mut table = Table::new();
     table.load_style(presets::ASCII_MARKDOWN);
-    table.set_header(["context", "threads", "cache", "MB", "attention ms", "GB/s", "× f32", "step ms", "GB/s", "× f32"]);
+    table.set_header([
+        "context",
+        "threads",
+        "cache",
+        "MB",
+        "attention ms",
+        "GB/s",
+        "× f32",
+        "step ms",
+        "GB/s",
+        "× f32",
+    ]);
     for column in [0, 1, 3, 4, 5, 6, 7, 8, 9] {
         if let Some(column) = table.column_mut(column) {
             column.set_cell_alignment(CellAlignment::Right);
@@ -83,11 +94,8 @@ fn table(report: &BenchReport) -> String {
             (Some(own), Some(of)) => format!("{:.2}", of.median / own.median),
             _ => "–".into(),
         };
-        let name = if reading.scheme == "dense" {
-            format!("dense {}", reading.cache_dtype)
-        } else {
-            reading.scheme.clone()
-        };
+        let name =
+            if reading.scheme == "dense" { format!("dense {}", reading.cache_dtype) } else { reading.scheme.clone() };
         table.add_row([
             reading.context.to_string(),
             reading.threads.to_string(),

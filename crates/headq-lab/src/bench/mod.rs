@@ -158,11 +158,8 @@ impl Plan<'_> {
         }
         let mut readings = Vec::new();
         for &context in &self.contexts {
-            let mut caches = self
-                .contenders
-                .iter()
-                .map(|c| self.filled(c, shape, context))
-                .collect::<Result<Vec<_>, _>>()?;
+            let mut caches =
+                self.contenders.iter().map(|c| self.filled(c, shape, context)).collect::<Result<Vec<_>, _>>()?;
             for (&threads, pool) in self.threads.iter().zip(&pools) {
                 let times = pool.install(|| self.time(&mut caches, shape, decoder.clone(), observer))?;
                 for ((contender, cache), times) in self.contenders.iter().zip(&caches).zip(times) {
@@ -228,9 +225,8 @@ impl Plan<'_> {
         observer: &dyn Observer,
     ) -> Result<Vec<Times>, LabError> {
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed ^ 1);
-        let mut noise = |heads: usize| -> Vec<f32> {
-            (0..heads * shape.head_dim).map(|_| rng.sample(StandardNormal)).collect()
-        };
+        let mut noise =
+            |heads: usize| -> Vec<f32> { (0..heads * shape.head_dim).map(|_| rng.sample(StandardNormal)).collect() };
         let (q, k, v) = (noise(shape.heads), noise(shape.kv_heads), noise(shape.kv_heads));
         let mut out = vec![0.0; q.len()];
         let mut times: Vec<Times> = caches.iter().map(|_| Times::default()).collect();

@@ -205,7 +205,9 @@ impl PackedCache {
             ("shape", format!("{:?}", header.shape), format!("{shape:?}")),
         ] {
             if found != expected {
-                return Err(fail(format!("{what} is {found}, expected {expected}; the cache belongs to something else")));
+                return Err(fail(format!(
+                    "{what} is {found}, expected {expected}; the cache belongs to something else"
+                )));
             }
         }
         let found = tensors.tensors();

@@ -183,7 +183,9 @@ impl KeyCodes {
             Ranges::Group { group, values } => {
                 parts.push(("ranges", Part::Reals { pages: values, start: 0, len: len / *group }));
             }
-            Ranges::Token { values, .. } => parts.push(("ranges", Part::Reals { pages: values, start: 0, len: blocks })),
+            Ranges::Token { values, .. } => {
+                parts.push(("ranges", Part::Reals { pages: values, start: 0, len: blocks }))
+            }
         }
         parts
     }

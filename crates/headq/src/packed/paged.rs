@@ -41,11 +41,6 @@ impl<T: Copy + Default> Paged<T> {
         Self { pages: VecDeque::new(), first: 0, records, size, slots, len: 0 }
     }
 
-    /// Records of each head so far, freed ones too.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
     /// Makes room up to `len` records of each head; new ones are zero.
     pub fn extend(&mut self, len: usize) {
         self.len = self.len.max(len);

@@ -100,12 +100,8 @@ impl Reals {
     /// The type, and the records from `start` on as little-endian bytes.
     pub fn snapshot(&self, start: usize) -> (DenseType, Vec<u8>) {
         match self {
-            Reals::F16(pages) => {
-                (DenseType::F16, pages.snapshot(start).iter().flat_map(|x| x.to_le_bytes()).collect())
-            }
-            Reals::F32(pages) => {
-                (DenseType::F32, pages.snapshot(start).iter().flat_map(|x| x.to_le_bytes()).collect())
-            }
+            Reals::F16(pages) => (DenseType::F16, pages.snapshot(start).iter().flat_map(|x| x.to_le_bytes()).collect()),
+            Reals::F32(pages) => (DenseType::F32, pages.snapshot(start).iter().flat_map(|x| x.to_le_bytes()).collect()),
         }
     }
 

@@ -232,12 +232,15 @@ mod tests {
         table.iter_mut().enumerate().for_each(|(i, x)| *x = (i as f32 - 77.0) * 0.37);
         for bits in 1..=8 {
             for seed in 0..50usize {
-                let codes: Vec<u8> =
-                    (0..LANES).map(|i| ((i + 1) * (seed + 3) * 7919 % 251) as u8 & ((1u32 << bits) - 1) as u8).collect();
+                let codes: Vec<u8> = (0..LANES)
+                    .map(|i| ((i + 1) * (seed + 3) * 7919 % 251) as u8 & ((1u32 << bits) - 1) as u8)
+                    .collect();
                 let row = pack(&codes, bits);
                 let read = || Read { row: &row, bits, table: &table };
-                let expected: [Vec<f32>; 2] =
-                    [codes.iter().map(|c| f32::from(*c)).collect(), codes.iter().map(|c| table[usize::from(*c)]).collect()];
+                let expected: [Vec<f32>; 2] = [
+                    codes.iter().map(|c| f32::from(*c)).collect(),
+                    codes.iter().map(|c| table[usize::from(*c)]).collect(),
+                ];
                 for found in [dispatch(read()), read().run(Portable)] {
                     assert_eq!(found[0].as_slice(), expected[0], "{bits} bits");
                     assert_eq!(found[1].as_slice(), expected[1], "{bits} bits");

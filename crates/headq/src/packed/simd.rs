@@ -57,7 +57,6 @@ pub(super) trait Machine: Copy {
     /// a·b + c, rounded once.
     fn mul_add(self, a: Self::Lanes, b: Self::Lanes, c: Self::Lanes) -> Self::Lanes;
     fn add(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
-    fn mul(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
     /// The sum of all lanes: upper half onto lower half until one is left.
     fn sum(self, x: Self::Lanes) -> f32;
     /// The codes of a row as numbers.
@@ -137,11 +136,6 @@ impl Machine for Portable {
     #[inline(always)]
     fn add(self, a: Lane, b: Lane) -> Lane {
         each(|i| a[i] + b[i])
-    }
-
-    #[inline(always)]
-    fn mul(self, a: Lane, b: Lane) -> Lane {
-        each(|i| a[i] * b[i])
     }
 
     #[inline(always)]
@@ -258,11 +252,6 @@ mod x86 {
         }
 
         #[inline(always)]
-        fn mul(self, a: __m512, b: __m512) -> __m512 {
-            self.avx512f._mm512_mul_ps(a, b)
-        }
-
-        #[inline(always)]
         fn sum(self, x: __m512) -> f32 {
             let f = self.avx512f;
             let low = f._mm512_castps512_ps256(x);
@@ -373,11 +362,6 @@ mod x86 {
         #[inline(always)]
         fn add(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes {
             [self.avx._mm256_add_ps(a[0], b[0]), self.avx._mm256_add_ps(a[1], b[1])]
-        }
-
-        #[inline(always)]
-        fn mul(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes {
-            [self.avx._mm256_mul_ps(a[0], b[0]), self.avx._mm256_mul_ps(a[1], b[1])]
         }
 
         #[inline(always)]
