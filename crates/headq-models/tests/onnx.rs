@@ -238,10 +238,19 @@ fn a_config_that_disagrees_with_the_graph() {
     let disagrees = |name: &str, edit: Value, needles: &[&str]| {
         let export = Export::of(name, "model");
         let path = export.saved();
-        let message = load(&path, &Device::flex(), &with_settings(edit)).unwrap_err().to_string();
-        for needle in needles.iter().chain(&["model.onnx", "config.json"]) {
-            assert!(message.contains(needle), "{needle:?} is not in: {message}");
-        }
+        let refused = |options: &LoadOptions, source: &str| {
+            let message = load(&path, &Device::flex(), options).unwrap_err().to_string();
+            for needle in needles.iter().chain(&["model.onnx", source]) {
+                assert!(message.contains(needle), "{needle:?} is not in: {message}");
+            }
+        };
+        refused(&with_settings(edit.clone()), "--model-set");
+        // The same in the file.
+        let file = export.path().join("config.json");
+        let mut config: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+        config.as_object_mut().unwrap().extend(edit.as_object().unwrap().clone());
+        std::fs::write(&file, config.to_string()).unwrap();
+        refused(&LoadOptions::default(), &format!("{}: ", file.display()));
     };
     disagrees("llama-untied", json!({"rms_norm_eps": 1e-6}), &["norm epsilon", "0.00001", "0.000001"]);
     disagrees("llama-untied", json!({"hidden_act": "gelu"}), &["`hidden_act`", "silu", "gelu"]);
