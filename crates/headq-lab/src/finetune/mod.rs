@@ -171,7 +171,7 @@ impl Settings {
 
     /// The same in steps, where it is in passes over so many training windows.
     fn in_steps(&self, windows: usize) -> Option<Self> {
-        let steps = self.epochs?.saturating_mul(windows.div_ceil(self.batch));
+        let steps = self.epochs?.saturating_mul(windows.max(1).div_ceil(self.batch));
         Some(Self { steps, epochs: None, ..self.clone() })
     }
 
