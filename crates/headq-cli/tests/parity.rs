@@ -233,12 +233,19 @@ fn finetune(world: &World, device: &str, loss: &str) -> (Value, String) {
     (world.prints(&[&args[..], &["--loss", loss, "--device", device, "--out", &out]].concat()), out)
 }
 
-/// Losses before training to 0.1 %, those after it to 1 %, and each column of every U within a degree or so of where it is on Flex: a
-/// code that rounds the other way changes a gradient, and the optimizer takes steps of one size whatever the gradient's.
-fn assert_training_agrees(world: &World, device: &str, (made, basis): &(Value, String), flex: &(Value, String)) {
-    for (when, tolerance) in [("uncorrected", 1e-3), ("initial", 1e-3), ("trained", 1e-2)] {
-        let loss = |made: &Value| number(&made["held_out"][when]);
-        close(&format!("{device}, {when}"), loss(made), loss(&flex.0), tolerance);
+/// Losses before training to 0.1 %; after it to `loss`, relative, and every column of every U within `angle` of the span that Flex comes
+/// to. A code that rounds the other way changes a gradient, and the optimizer takes steps of one size whatever the gradient's: weights
+/// that differ in the seventh digit move what is trained as far.
+fn assert_training_agrees(
+    world: &World,
+    device: &str,
+    (made, basis): &(Value, String),
+    flex: &(Value, String),
+    (loss, angle): (f64, f64),
+) {
+    for (when, tolerance) in [("uncorrected", 1e-3), ("initial", 1e-3), ("trained", loss)] {
+        let held_out = |made: &Value| number(&made["held_out"][when]);
+        close(&format!("{device}, {when}"), held_out(made), held_out(&flex.0), tolerance);
     }
     assert!(number(&made["held_out"]["trained"]) < number(&made["held_out"]["initial"]), "{made:#}");
     let load = |name: &str| BasisArtifact::load(&world.path(name)).unwrap();
@@ -246,7 +253,7 @@ fn assert_training_agrees(world: &World, device: &str, (made, basis): &(Value, S
     for layer in 0..found.basis.layers {
         for head in 0..found.basis.side_heads {
             let angles = principal_angles(&decoder(&found, layer, head), &decoder(&flex, layer, head));
-            assert!(angles.iter().all(|a| *a <= 0.02), "{device}, layer {layer}, head {head}: {angles:?}");
+            assert!(angles.iter().all(|a| *a <= angle), "{device}, layer {layer}, head {head}: {angles:?}");
         }
     }
 }
@@ -257,7 +264,7 @@ fn every_device_trains_the_basis_of_flex() {
     let flex = finetune(&world, "flex", "kl");
     let others = Others::new(&world);
     for device in &others.devices {
-        assert_training_agrees(&world, device, &finetune(&world, device, "kl"), &flex);
+        assert_training_agrees(&world, device, &finetune(&world, device, "kl"), &flex, (5e-3, 0.1));
         println!("trained as on flex: {device}");
     }
 }
@@ -279,7 +286,7 @@ fn every_device_compares_as_flex_does() {
             "/device" => None,
             // Between numbers that differ in the third digit.
             path if path.ends_with("/heads_better") => None,
-            _ => Some((1e-2, 1e-3)),
+            _ => Some((2e-2, 2e-3)),
         });
         println!("compared as on flex: {device}, {numbers} numbers");
     }
@@ -303,7 +310,10 @@ fn every_device_diagnoses_as_flex_does() {
         assert!(found["device"].as_str().unwrap().starts_with(device.as_str()), "{}", found["device"]);
         let numbers = assert_alike(device, &found, &flex, &|path| match path {
             "/device" | "/command" | "/name" => None,
-            _ => Some((2e-2, 1e-3)),
+            // Numbers in words; an order among equals; the quotient of two differences that are next to nothing.
+            path if ["/because", "/would_change", "/excess_removed"].iter().any(|end| path.ends_with(end)) => None,
+            path if path.starts_with("/counterexamples/strongest") => None,
+            _ => Some((3e-2, 2e-3)),
         });
         println!("diagnosed as on flex: {device}, {numbers} numbers");
     }
@@ -393,7 +403,7 @@ mod remote {
         let server = Server::new("flex", None);
         let device = format!("remote:{}", server.url);
         let flex = finetune(&world, "flex", "logits");
-        assert_training_agrees(&world, &device, &finetune(&world, &device, "logits"), &flex);
+        assert_training_agrees(&world, &device, &finetune(&world, &device, "logits"), &flex, (2e-2, 0.15));
     }
 
     #[test]
