@@ -143,7 +143,9 @@ pub struct Inspect {
 /// Files go to the cache that other tools share: HF_HUB_CACHE, or hub below HF_HOME
 /// (~/.cache/huggingface). HF_ENDPOINT names another hub. Private and gated models need
 /// HF_TOKEN, or the token that `hf auth login` keeps (HF_TOKEN_PATH). With HF_HUB_OFFLINE=1 only
-/// the cache is used. A download that breaks off is resumed, in the next call too.
+/// the cache is used. A download that breaks off is resumed, in the next call too; a server that
+/// says nothing for HF_HUB_DOWNLOAD_TIMEOUT seconds (30) is asked again, and one that is busy
+/// after the wait that it asks for, up to a minute.
 ///
 /// Example:
 ///
@@ -452,7 +454,7 @@ pub struct Finetune {
     /// Optimizer steps for each layer [default: 300].
     #[arg(long, value_name = "N", conflicts_with = "epochs")]
     pub steps: Option<usize>,
-    /// The same as passes over the training windows.
+    /// The same as passes over the training windows, rounded up to whole steps.
     #[arg(long, value_name = "N")]
     pub epochs: Option<usize>,
     /// Peak learning rate [default: 0.01]; columns of U and W have a norm near 1.

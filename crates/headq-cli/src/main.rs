@@ -17,8 +17,12 @@ fn main() -> ExitCode {
     start_logging(cli.global.quiet);
     // A server is ended by Burn's own handlers.
     if !matches!(cli.command, Command::Serve(_)) {
-        let at_work = if matches!(cli.command, Command::Generate(_)) { "token" } else { "windows" };
-        progress::catch_interrupts(cli.global.quiet, at_work);
+        let doing = match cli.command {
+            Command::Generate(_) => "finishing the token in flight",
+            Command::Pull(_) => "keeping what has arrived",
+            _ => "finishing the windows in flight",
+        };
+        progress::catch_interrupts(cli.global.quiet, doing);
     }
     let context = commands::Context::new(cli.global);
     let result = match &cli.command {

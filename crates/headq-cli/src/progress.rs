@@ -15,8 +15,8 @@ fn say(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }
 
-/// The first Ctrl-C (or SIGTERM) asks for a clean end after what is in flight (`at_work`), the second ends at once.
-pub fn catch_interrupts(quiet: bool, at_work: &'static str) {
+/// The first Ctrl-C (or SIGTERM) asks for a clean end, for which something is left to do; the second ends at once.
+pub fn catch_interrupts(quiet: bool, doing: &'static str) {
     let handler = move || {
         if INTERRUPTED.swap(true, Ordering::SeqCst) {
             say("error: interrupted twice; ended at once");
@@ -25,7 +25,7 @@ pub fn catch_interrupts(quiet: bool, at_work: &'static str) {
         if quiet {
             return;
         }
-        say(&format!("interrupted: finishing the {at_work} in flight; press again to end at once"));
+        say(&format!("interrupted: {doing}; press again to end at once"));
     };
     if let Err(error) = ctrlc::set_handler(handler) {
         tracing::warn!("Ctrl-C will end the program at once: {error}");

@@ -130,8 +130,9 @@ fn scheme_fails(scheme: &str, needles: &[&str]) {
 fn config_fails(text: &str, needles: &[&str]) {
     let world = World::new(GQA);
     world.write("run.toml", text);
-    fails(&world, &["run", "run.toml"], needles);
-    fails(&world, &["run", "run.toml", "--out", "made"], needles);
+    // What a file says is no wrong usage of the command line.
+    assert_eq!(fails(&world, &["run", "run.toml"], needles), Some(1));
+    assert_eq!(fails(&world, &["run", "run.toml", "--out", "made"], needles), Some(1));
 }
 
 // Models.
@@ -480,7 +481,7 @@ fn text_in_utf16() {
 
 #[test]
 fn missing_text() {
-    text_fails(&["--text", "nowhere.txt"], None, &["nowhere.txt", "No such file"]);
+    text_fails(&["--text", "nowhere.txt"], None, &["nowhere.txt", "No such file", "expected a text", "UTF-8"]);
 }
 
 #[test]
@@ -490,7 +491,7 @@ fn second_text_missing() {
 
 #[test]
 fn folder_as_text() {
-    text_fails(&["--text", "model"], None, &["model", "directory"]);
+    text_fails(&["--text", "model"], None, &["model", "directory", "expected a text", "UTF-8"]);
 }
 
 #[test]
@@ -733,15 +734,83 @@ fn artifact_of_the_wrong_kind() {
 #[test]
 fn missing_artifact() {
     let world = World::new(GQA);
-    fails(&world, &[EVAL, &["--scheme", SIDE, "--stats", "nowhere"]].concat(), &["nowhere", "No such file"]);
-    fails(&world, &[EVAL, &["--scheme", SIDE, "--basis", "model"]].concat(), &["model", "directory"]);
-    fails(
-        &world,
-        &["basis", "nowhere", "--family", "random", "--rank", "2", "--out", "b"],
-        &["nowhere", "No such file"],
-    );
+    let statistics =
+        ["nowhere: No such file", "expected statistics", "`headq calibrate MODEL --text FILE --out STATS`"];
+    let bases = |found: &'static str| [found, "expected a basis", "`headq basis STATS ", "`headq finetune`"];
+    let learned = "kivi-2(g=8,r=4)+learned(rank=2,bits=3)";
+    let with = |args: &[&'static str]| [EVAL, args].concat();
+    for (args, needles) in [
+        (with(&["--scheme", SIDE, "--stats", "nowhere"]), &statistics[..]),
+        (with(&["--scheme", SIDE, "--stats", "model"]), &["model: Is a directory", "expected statistics"]),
+        (with(&["--scheme", SIDE, "--basis", "nowhere"]), &bases("nowhere: No such file")),
+        (with(&["--scheme", SIDE, "--basis", "model"]), &bases("model: Is a directory")),
+        (vec!["basis", "nowhere", "--family", "random", "--rank", "2", "--out", "b"], &statistics),
+        (
+            vec!["finetune", "model", "--text", "text.txt", "--stats", "nowhere", "--scheme", learned, "--out", "b"],
+            &statistics,
+        ),
+        (
+            [&["compare"], &EVAL[1..], &["--scheme", SIDE, "--family", "random", "--stats", "nowhere"]].concat(),
+            &statistics,
+        ),
+        (
+            [&["compare"], &EVAL[1..], &["--scheme", SIDE, "--basis", "nowhere"]].concat(),
+            &bases("nowhere: No such file"),
+        ),
+    ] {
+        assert_eq!(fails(&world, &args, needles), Some(1));
+    }
     world.write("run.toml", config(2).replace("[eval]", "[eval]\nbasis = [\"nowhere\"]"));
-    fails(&world, &["run", "run.toml"], &["nowhere", "No such file"]);
+    fails(&world, &["run", "run.toml"], &bases("nowhere: No such file"));
+}
+
+/// Malformed schemes are wrong usage where they are typed, and bad input where a file has them.
+#[test]
+fn the_status_says_where_a_mistake_is() {
+    let world = World::new(GQA).calibrated();
+    let learned = "kivi-9+learned(rank=2,bits=3)";
+    let sizes = &EVAL[2..];
+    for args in [
+        [EVAL, &["--scheme", "kivi-9"]].concat(),
+        [&["compare", "model"], sizes, &["--scheme", "kivi-9", "--family", "random"]].concat(),
+        [&CALIBRATE[..CALIBRATE.len() - 1], &["kivi-9", "--out", "s"]].concat(),
+        [&["finetune", "model"], sizes, &["--stats", "stats.safetensors", "--scheme", learned, "--out", "b"]].concat(),
+        diagnosis(&["--base", "kivi-9"]),
+        vec!["inspect", "model", "--scheme", "kivi-9"],
+    ] {
+        assert_eq!(fails(&world, &args, &["'kivi-9'"]), Some(2), "{args:?}");
+    }
+    let compare = "[compare]\ntext = \"text.txt\"\ncontext = 32\nwindows = 2\nfamilies = [\"random\"]\n";
+    let head = "name = \"x\"\nmodel = \"model\"\n";
+    for (text, needle) in [
+        (config(2).replace(BASE, "kivi-9"), "'kivi-9'"),
+        (config(2).replace("windows = 2", "windows = 0"), "windows 0"),
+        (config(2).replace("model = ", "device = \"abacus\"\nmodel = "), "abacus"),
+        (diagnose_config().replace("kivi-2", "kivi-9"), "'kivi-9"),
+        (diagnose_config().replace("windows = 2", "windows = 0"), "windows 0"),
+        (format!("{head}{compare}scheme = \"kivi-9+random(rank=2,bits=4)\"\n"), "kivi-9"),
+        (format!("{head}{compare}scheme = \"kivi-2(g=8,r=4)+random(rank=2,bits=4)\"\n"), "no [calibrate] section"),
+    ] {
+        world.write("run.toml", text);
+        assert_eq!(fails(&world, &["run", "run.toml", "--out", "made"], &["config run.toml: ", needle]), Some(1));
+        let output = world.run(&["suite", "run.toml", "--out", "made", "--quiet"]);
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.code() == Some(1) && error.contains(needle), "{error}");
+    }
+    // An artifact is a file, too.
+    let (tensors, header) = world.artifact("stats.safetensors");
+    let mut json: Value = serde_json::from_str(&header).unwrap();
+    json["base"] = json!("kivi-9");
+    world.write_tensors("stats.safetensors", &tensors, Some(&json.to_string()));
+    let needles = ["stats.safetensors: its header", "'kivi-9'"];
+    let learned = "kivi-2(g=8,r=4)+learned(rank=2,bits=3)";
+    for args in [
+        [EVAL, &["--scheme", SIDE, "--stats", "stats.safetensors"]].concat(),
+        vec!["basis", "stats.safetensors", "--family", "query-pca", "--rank", "2", "--out", "b"],
+        [&["finetune", "model"], sizes, &["--stats", "stats.safetensors", "--scheme", learned, "--out", "b"]].concat(),
+    ] {
+        assert_eq!(fails(&world, &args, &needles), Some(1));
+    }
 }
 
 #[test]
@@ -969,8 +1038,10 @@ fn other_wrong_usage() {
 #[test]
 fn missing_config() {
     let world = World::new(GQA);
-    fails(&world, &["run", "nowhere.toml"], &["nowhere.toml", "No such file"]);
-    fails(&world, &["run", "model"], &["model", "directory"]);
+    let expected = ["expected a configuration in TOML", "configs/quickstart.toml"];
+    fails(&world, &["run", "nowhere.toml"], &[&["nowhere.toml", "No such file"], &expected[..]].concat());
+    fails(&world, &["run", "model"], &[&["model", "directory"], &expected[..]].concat());
+    fails(&world, &["suite", "nowhere.toml", "--out", "made"], &["nowhere.toml", "No such file", expected[0]]);
     world.write("run.toml", b"name = \"\xff\"");
     fails(&world, &["run", "run.toml"], &["run.toml"]);
 }
@@ -1052,8 +1123,45 @@ fn folder_of_something_else() {
     world.write("run.toml", config(2));
     fails(&world, &["run", "run.toml", "--out", "model"], &["model", "not empty"]);
     std::fs::create_dir(world.path("made")).unwrap();
-    world.write("made/run.json", "{}");
-    fails(&world, &["run", "run.toml", "--out", "made"], &["made", "unreadable run.json"]);
+    for content in ["", "{", "[]", "{}"] {
+        world.write("made/run.json", content);
+        fails(&world, &["run", "run.toml", "--out", "made"], &["made/run.json: damaged (", "remove the folder"]);
+    }
+    world.write("made/run.json", "{\"program\": \"headq 0.0.1\"}");
+    fails(&world, &["run", "run.toml", "--out", "made"], &["made", "another version of this program"]);
+}
+
+/// Values that come from the command line are not blamed on a file.
+#[test]
+fn settings_of_a_model_are_named_as_such() {
+    let world = World::new(GQA);
+    let with = |settings: &[&'static str]| {
+        let flags = settings.iter().flat_map(|setting| ["--model-set", setting]);
+        ["inspect", "model"].into_iter().chain(flags).collect::<Vec<_>>()
+    };
+    for (settings, needle) in [
+        (&["rope_theta=high"][..], "`rope_theta`: expected a number, found \"high\""),
+        (&["num_key_value_heads=3"], "`num_key_value_heads`: expected a divisor of the 8 query heads, found 3"),
+        (&["num_attention_heads=5", "head_dim=16"], "`num_key_value_heads`: expected a divisor of the 5 query heads"),
+        (&["model_type=mamba"], "`model_type`: unknown architecture \"mamba\""),
+        (&["rms_norm_eps=-1"], "`norm epsilon`: expected a positive number"),
+        (&["rope_parameters={\"rope_type\":\"linear\"}"], "`rope_parameters`: `factor`: expected a positive number"),
+        (&["rope_thetta=1"], "`rope_thetta`: expected a key that matters"),
+        (&["quantization_config={\"bits\":4}"], "`quantization_config`"),
+        (&["vocab_size=512", "hidden_act=swiglu"], "`hidden_act`: expected gelu"),
+    ] {
+        let line = format!("error: --model-set (in a run, [model_set]): {needle}");
+        fails(&world, &with(settings), &[&line]);
+    }
+    // Beside one, what is wrong in the file is still the file's.
+    world.config(|c| drop(c.insert("hidden_act".into(), json!("swiglu"))));
+    fails(&world, &with(&["rope_theta=10000"]), &["model/config.json: `hidden_act`"]);
+    std::fs::rename(world.path("model/config.json"), world.path("other.json")).unwrap();
+    fails(&world, &["inspect", "model", "--model-config", "other.json"], &["error: other.json: `hidden_act`"]);
+    for (path, found) in [("nowhere.json", "No such file"), ("model", "Is a directory")] {
+        let needles = [path, found, "--model-config (in a run, model_config) takes the config.json of the model"];
+        fails(&world, &["inspect", "model", "--model-config", path], &needles);
+    }
 }
 
 // Diagnoses.

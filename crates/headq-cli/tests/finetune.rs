@@ -210,7 +210,8 @@ fn bad_settings_are_named_and_leave_nothing() {
         &["training of layer", "the loss has grown from", "lower the learning rate 1000"],
     );
     fails(&world, &["--lr=-1"], &["lr: expected a number above 0"]);
-    fails(&world, &["--steps", "0"], &["steps: expected at least 1"]);
+    fails(&world, &["--steps", "0"], &["--steps: expected at least 1"]);
+    fails(&world, &["--epochs", "0"], &["--epochs: expected at least 1"]);
     fails(&world, &["--loss", "mse"], &["'mse' is not known; known are kl, fisher, score, logits"]);
     fails(&world, &["--init", "pca"], &["'pca' is not known; known are best, query-pca"]);
     fails(&world, &["--init", "score-optimal", "--tied"], &["a tied basis begins with best, query-pca"]);
@@ -234,6 +235,51 @@ fn bad_settings_are_named_and_leave_nothing() {
     // A state folder of other settings is not taken up.
     world.succeeds(&[BASIC, &["--steps", "4", "--quiet"]].concat());
     fails(&world, &["--steps", "5"], &["holds a fine-tuning of another model, text, scheme or settings"]);
+    let manifest = world.read("learned.safetensors.state/finetune.json");
+    for damaged in [&b""[..], b"{}", &manifest[..manifest.len() / 2]] {
+        world.write("learned.safetensors.state/finetune.json", damaged);
+        let needles = ["learned.safetensors.state/finetune.json: damaged (", "remove the folder", "or name another"];
+        fails(&world, &["--steps", "4"], &needles);
+    }
+    world.write("learned.safetensors.state/finetune.json", &manifest);
+    world.succeeds(&[BASIC, &["--steps", "4", "--quiet"]].concat());
+}
+
+/// 6 windows in batches of 2 are 3 steps.
+#[test]
+fn epochs_are_steps_by_another_name() {
+    let world = world();
+    let by = |flags: &[&str]| world.prints(&[BASIC, flags, &["--measure-every", "3", "--quiet"]].concat());
+    let steps = by(&["--steps", "6"]);
+    let trained = world.read("learned.safetensors");
+    remove(&world);
+    let epochs = by(&["--epochs", "2"]);
+    assert_eq!((&epochs["settings"], &epochs["settings"]["steps"]), (&steps["settings"], &6.into()));
+    assert_eq!(world.read("learned.safetensors"), trained);
+    // Beyond all measure, but no more than that.
+    fails(&world, &["--epochs", "18446744073709551615"], &["holds a fine-tuning of another"]);
+
+    let config = |training: &str| {
+        format!(
+            "name = 'x'\nmodel = 'model'\n[calibrate]\ntext = 'other.txt'\ncontext = 64\nwindows = 4\n[finetune]\ntext = 'long.txt'\n\
+             context = 64\nwindows = 6\nheld_out = 2\ntraining = {{ measure_every = 3, {training} }}\n[eval]\ntext = 'text.txt'\n\
+             context = 64\nwindows = 3\nschemes = ['{SCHEME}']\n"
+        )
+    };
+    let run = |training: &str, out: &str| {
+        world.write("run.toml", config(training));
+        world.prints(&["run", "run.toml", "--out", out, "--quiet"])["schemes"].clone()
+    };
+    assert_eq!(run("steps = 6", "a"), run("epochs = 2", "b"));
+    for (training, needle) in [
+        ("epochs = 0", "finetune.training.epochs: expected at least 1, found 0"),
+        ("epochs = 2, steps = 6", "finetune.training: steps and epochs say the same in two ways; give one of them"),
+    ] {
+        world.write("run.toml", config(training));
+        let output = world.run(&["run", "run.toml", "--out", "c", "--quiet"]);
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.code() == Some(1) && error.contains(needle), "{error}");
+    }
 }
 
 /// Every checkpoint is whole, and so is the basis if it is there.
@@ -441,7 +487,18 @@ fn trained_bases_have_their_sections() {
     let finetune = part("finetune", "held_out = 2");
     for (config, needles) in [
         (format!("{head}{}", part("compare", scheme)), &["family learned", "[finetune]", "compare.basis"][..]),
-        (format!("{head}{}{finetune}", part("compare", scheme)), &["no [calibrate] section"]),
+        (
+            format!("{head}{}{finetune}", part("compare", &scheme.replace("[", "[\"random\", "))),
+            &["no [calibrate] section"],
+        ),
+        (
+            format!("{head}{}{finetune}", part("compare", scheme)),
+            &["compare.families: nothing to compare the trained basis with", "\"query-pca\"", "compare.basis"],
+        ),
+        (
+            format!("{head}{}{finetune}", part("compare", &scheme.replace("\"learned\"", ""))),
+            &["compare.families: nothing to compare the trained basis with"],
+        ),
         (format!("{head}{}{finetune}", part("diagnose", "")), &["a diagnosis trains no basis", "[compare]"]),
         (
             format!("{head}{}{finetune}", part("eval", "schemes = [\"kivi-2(g=8,r=4)\"]")),

@@ -5,7 +5,8 @@ mod common;
 #[path = "../../headq-hub/tests/hub_server/mod.rs"]
 mod hub_server;
 
-use std::process::Output;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use common::{BASE, GQA, World, config};
 use hub_server::{COMMIT, Fault, HubServer, sha256};
@@ -29,13 +30,35 @@ impl Setup {
         Self { world, server }
     }
 
-    fn run(&self, args: &[&str], variables: &[(&str, &str)]) -> Output {
+    /// The same with other files on the hub.
+    fn of<const N: usize>(files: [(&str, Vec<u8>); N]) -> Self {
+        Self { server: HubServer::new(files), world: World::new(GQA) }
+    }
+
+    fn command(&self, args: &[&str], variables: &[(&str, &str)]) -> Command {
         let mut command = self.world.command(args);
-        for inherited in ["HF_TOKEN", "HF_TOKEN_PATH", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "XDG_CACHE_HOME"] {
+        for inherited in
+            ["HF_TOKEN", "HF_TOKEN_PATH", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_HUB_DOWNLOAD_TIMEOUT", "XDG_CACHE_HOME"]
+        {
             command.env_remove(inherited);
         }
         command.env("HF_HOME", self.world.path("cache")).env("HF_ENDPOINT", &self.server.endpoint);
-        command.envs(variables.iter().copied()).output().unwrap()
+        command.envs(variables.iter().copied());
+        command
+    }
+
+    fn run(&self, args: &[&str], variables: &[(&str, &str)]) -> Output {
+        self.command(args, variables).output().unwrap()
+    }
+
+    /// What was pulled is what is on the hub.
+    #[track_caller]
+    fn has_the_model(&self) {
+        let identity = |model| {
+            let printed = self.prints(&["inspect", model, "--fingerprint", "--json"], &[("HF_HUB_OFFLINE", "1")]);
+            printed["fingerprint"].clone()
+        };
+        assert_eq!(identity(NAME), identity("model"));
     }
 
     /// The one JSON object that a command prints.
@@ -142,6 +165,57 @@ fn bytes_that_are_not_the_models() {
 }
 
 #[test]
+fn a_server_that_goes_silent() {
+    let setup = Setup::new();
+    let quickly = [("HF_HUB_DOWNLOAD_TIMEOUT", "0.2")];
+    setup.server.fault(WEIGHTS, usize::MAX, &[Fault::Silent(40_000)]);
+    let needles =
+        ["org/tiny: model.safetensors", "broke off at 40000 of", "(no byte in 0.2 s)", "pull again to resume"];
+    setup.fails(1, &["pull", NAME], &quickly, &needles);
+    let offline = [("HF_HUB_OFFLINE", "1")];
+    setup.fails(1, &["inspect", "hf:org/tiny@main"], &offline, &["hf:org/tiny@main: not in the cache"]);
+    setup.server.fault(WEIGHTS, 1, &[Fault::Silent(50_000)]);
+    setup.prints(&["pull", NAME, "--json"], &quickly);
+    setup.has_the_model();
+}
+
+/// Ctrl-C while the server says nothing, long before its time is up; what had arrived does not come again.
+#[test]
+#[cfg(unix)]
+fn an_interrupted_pull_goes_on_where_it_was() {
+    let setup = Setup::new();
+    setup.server.fault(WEIGHTS, 1, &[Fault::Silent(40_000)]);
+    let mut command = setup.command(&["pull", NAME], &[]);
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let part = setup.world.path("cache/hub/models--org--tiny/blobs");
+    let part = part.join(format!("{}.incomplete", sha256(&setup.world.read("model/model.safetensors"))));
+    let start = Instant::now();
+    while std::fs::metadata(&part).map_or(0, |part| part.len()) < 40_000 {
+        assert!(start.elapsed() < Duration::from_secs(20), "nothing arrives");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let start = Instant::now();
+    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    let output = child.wait_with_output().unwrap();
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.code() == Some(1) && error.contains("\nerror: interrupted"), "{error}");
+    assert!(output.stdout.is_empty() && start.elapsed() < Duration::from_secs(10), "{error}");
+    setup.fails(1, &["inspect", NAME], &[("HF_HUB_OFFLINE", "1")], &["hf:org/tiny: not in the cache"]);
+    setup.prints(&["pull", NAME, "--json"], &[]);
+    assert_eq!(setup.server.requests_of(WEIGHTS).pop().unwrap().header("range"), Some("bytes=40000-"));
+    setup.has_the_model();
+}
+
+#[test]
+fn a_model_in_parts_is_not_fetched() {
+    let setup = Setup::of(["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"].map(|file| (file, vec![0; 100])));
+    for name in [NAME, "hf:org/tiny:m-00001-of-00002.gguf"] {
+        setup.fails(1, &["inspect", name], &[], &["m-00001-of-00002.gguf is one of 2 files", "gguf-split --merge"]);
+    }
+    assert!(setup.server.requests().iter().all(|request| !request.path.contains("resolve")), "something was fetched");
+}
+
+#[test]
 fn names_and_settings_that_make_no_sense() {
     let setup = Setup::new();
     for name in
@@ -154,7 +228,12 @@ fn names_and_settings_that_make_no_sense() {
     setup.fails(2, &["pull", "model"], &[], &["model: it does not begin with hf:"]);
     setup.world.write("run.toml", config(2).replace("\"model\"", "\"hf:org\""));
     setup.fails(1, &["run", "run.toml"], &[], &["run.toml", "'org' is not ORG/NAME"]);
-    setup.fails(1, &["pull", NAME], &[("HF_ENDPOINT", "mirror")], &["HF_ENDPOINT: expected an address", "'mirror'"]);
+    for endpoint in ["mirror", "http://"] {
+        let found = format!("found '{endpoint}'");
+        setup.fails(1, &["pull", NAME], &[("HF_ENDPOINT", endpoint)], &["HF_ENDPOINT: expected an address", &found]);
+    }
+    let patience = ("HF_HUB_DOWNLOAD_TIMEOUT", "soon");
+    setup.fails(1, &["pull", NAME], &[patience], &["HF_HUB_DOWNLOAD_TIMEOUT: expected seconds", "'soon'"]);
     setup.fails(1, &["pull", NAME], &[("HF_TOKEN", "hf_ö")], &["HF_TOKEN: expected an access token"]);
     let cache = setup.world.path("text.txt/cache");
     setup.fails(1, &["pull", NAME], &[("HF_HUB_CACHE", cache.to_str().unwrap())], &["text.txt/cache", "HF_HUB_CACHE"]);

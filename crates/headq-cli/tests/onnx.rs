@@ -56,16 +56,18 @@ fn what_an_export_lacks_comes_from_flags_and_configurations() {
     assert_eq!(with(&["--model-set", "rope_theta=10000"]), expected["schemes"]);
     assert_eq!(with(&["--model-config", "elsewhere.json"]), expected["schemes"]);
     fails(&world, &[&eval[..], &["--model-set", "rope_theta"]].concat(), 2, &["expected KEY=VALUE"]);
-    fails(&world, &[&eval[..], &["--model-set", "rope_theta=high"]].concat(), 1, &["`rope_theta`", "a number", "high"]);
+    let given = "error: --model-set (in a run, [model_set]): ";
+    let needles = [given, "`rope_theta`", "a number", "high"];
+    fails(&world, &[&eval[..], &["--model-set", "rope_theta=high"]].concat(), 1, &needles);
     // What is given must have an effect, and not against the graph.
     let and =
         |setting: &str| [&eval[..], &["--model-set", "rope_theta=10000", "--model-set", setting]].concat().join("\0");
     let refused = |setting: &str, needles: &[&str]| {
         fails(&world, &and(setting).split('\0').collect::<Vec<_>>(), 1, needles);
     };
-    refused("rms_norm_eps=0.5", &["norm epsilon", "computes", "0.5"]);
-    refused("num_hidden_layers=1", &["num_hidden_layers", "computes"]);
-    refused("rope_thetta=2", &["`rope_thetta`", "a key that matters to this model", "rope_theta"]);
+    refused("rms_norm_eps=0.5", &[given, "norm epsilon", "computes", "0.5"]);
+    refused("num_hidden_layers=1", &[given, "num_hidden_layers", "computes"]);
+    refused("rope_thetta=2", &[given, "`rope_thetta`", "a key that matters to this model", "rope_theta"]);
     fails(&world, &[&eval[..], &["--model-config", "nowhere.json"]].concat(), 1, &["nowhere.json", "No such file"]);
 
     let run = "name = 'run'\nmodel = 'model'\n\n[model_set]\nrope_theta = 10000\n\n[eval]\ntext = 'text.txt'\ncontext = 32\n\

@@ -81,6 +81,14 @@ pub enum HubError {
         /// The HTTP status.
         status: u16,
     },
+    /// 429 or 503, with a wait that is longer than one would sit through.
+    #[error("{endpoint}: too many requests; the server asks to wait {seconds} seconds, try again then")]
+    Busy {
+        /// The hub, or the server it sends downloads to.
+        endpoint: String,
+        /// Seconds, as the server says.
+        seconds: u64,
+    },
     /// An answer that a hub would not give.
     #[error("{url}: {reason}; is HF_ENDPOINT a Hugging Face hub?")]
     Answer {

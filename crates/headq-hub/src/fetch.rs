@@ -3,8 +3,9 @@
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::path::Path;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hf_hub::{Repo, RepoType};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
@@ -25,9 +26,17 @@ const ATTEMPTS: u32 = 5;
 /// Wait before the second attempt; doubled before each further one.
 const FIRST_WAIT: Duration = Duration::from_millis(200);
 
-/// A server that says nothing for so long has stopped.
-const SILENCE: Duration = Duration::from_secs(30);
+/// The longest wait that a server may ask for.
+const LONGEST_WAIT: Duration = Duration::from_secs(60);
+
+/// How long a connection may take.
 const CONNECT: Duration = Duration::from_secs(10);
+
+/// How often whoever waits looks whether to go on.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Bytes read at once.
+const CHUNK: usize = 1 << 18;
 
 /// The largest repositories have some megabytes of file names.
 const LONGEST_LIST: u64 = 64 << 20;
@@ -52,9 +61,18 @@ pub(crate) struct Listed {
 
 /// Why an attempt ended before its end.
 enum Stop {
-    /// Another may succeed.
-    Again(String),
+    /// Another may succeed, after the wait that the server asks for.
+    Again {
+        reason: String,
+        wait: Option<Duration>,
+    },
     Failed(HubError),
+}
+
+impl Stop {
+    fn again(reason: impl std::fmt::Display) -> Self {
+        Self::Again { reason: one_line(reason), wait: None }
+    }
 }
 
 impl From<HubError> for Stop {
@@ -67,15 +85,54 @@ impl From<HubError> for Stop {
 struct Patience(u32);
 
 impl Patience {
-    /// Waits before another attempt; `false` where there have been enough.
-    fn wait(&mut self, progress: &dyn Progress) -> Result<bool, HubError> {
+    /// Waits before another attempt, as long as the server asks for at least; `false` where there have been enough.
+    fn wait(&mut self, asked: Option<Duration>, progress: &dyn Progress) -> Result<bool, HubError> {
         if self.0 + 1 == ATTEMPTS {
             return Ok(false);
         }
-        thread::sleep(FIRST_WAIT * 2u32.pow(self.0));
+        let own = FIRST_WAIT * 2u32.pow(self.0);
+        let end = Instant::now() + asked.map_or(own, |asked| asked.max(own));
+        while let Some(left) = end.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
+            if progress.cancelled() {
+                return Err(HubError::Interrupted);
+            }
+            thread::sleep(left.min(LOOK));
+        }
         self.0 += 1;
         if progress.cancelled() { Err(HubError::Interrupted) } else { Ok(true) }
     }
+}
+
+/// What a thread of its own gets from the network. A call that waits for a server cannot be stopped, but who waits for the thread can
+/// turn away; the thread then ends when its call does.
+fn in_background<T: Send + 'static>(work: impl FnOnce(&SyncSender<T>) + Send + 'static) -> Receiver<T> {
+    let (sender, receiver) = sync_channel(2);
+    thread::spawn(move || work(&sender));
+    receiver
+}
+
+/// The next that arrives; `None` after the last.
+fn next<T>(arriving: &Receiver<T>, progress: &dyn Progress) -> Result<Option<T>, HubError> {
+    loop {
+        if progress.cancelled() {
+            return Err(HubError::Interrupted);
+        }
+        match arriving.recv_timeout(LOOK) {
+            Ok(next) => return Ok(Some(next)),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return Ok(None),
+        }
+    }
+}
+
+/// The one thing that a call gives.
+fn wait_for<T: Send + 'static>(
+    call: impl FnOnce() -> T + Send + 'static,
+    progress: &dyn Progress,
+) -> Result<T, HubError> {
+    // A receiver that is gone has no use for it.
+    let arriving = in_background(move |sender| drop(sender.send(call())));
+    Ok(next(&arriving, progress)?.expect("the thread sends before it ends"))
 }
 
 /// Talks to the hub about one repository.
@@ -93,8 +150,8 @@ impl<'a> Client<'a> {
             .redirect_auth_headers(RedirectAuthHeaders::SameHost)
             .user_agent(concat!("headq/", env!("CARGO_PKG_VERSION")))
             .timeout_connect(Some(CONNECT))
-            .timeout_recv_response(Some(SILENCE))
-            .timeout_per_read(Some(SILENCE));
+            .timeout_recv_response(Some(settings.timeout))
+            .timeout_per_read(Some(settings.timeout));
         let host = settings.endpoint.split_once("://").map_or("", |(_, rest)| rest);
         if ["localhost", "127.", "[::1]"].iter().any(|local| host.starts_with(local)) {
             config = config.proxy(None);
@@ -106,7 +163,7 @@ impl<'a> Client<'a> {
         Repo::with_revision(self.name.repo.clone(), RepoType::Model, revision.into())
     }
 
-    fn get(&self, url: &str, from: u64) -> Result<Response<Body>, Stop> {
+    fn get(&self, url: &str, from: u64, progress: &dyn Progress) -> Result<Response<Body>, Stop> {
         // A compressed answer could not be resumed.
         let mut request = self.agent.get(url).header(header::ACCEPT_ENCODING, "identity");
         if let Some(token) = &self.settings.token {
@@ -115,30 +172,30 @@ impl<'a> Client<'a> {
         if from > 0 {
             request = request.header(header::RANGE, format!("bytes={from}-"));
         }
-        request.call().map_err(|error| self.not_answered(error))
+        wait_for(move || request.call(), progress)?.map_err(|error| self.not_answered(error))
     }
 
     /// The files of the revision, with sizes and checksums.
     pub fn list(&self, progress: &dyn Progress) -> Result<Listing, HubError> {
         let mut patience = Patience(0);
         loop {
-            match self.list_once() {
+            match self.list_once(progress) {
                 Ok(listing) => return Ok(listing),
                 Err(Stop::Failed(error)) => return Err(error),
-                Err(Stop::Again(_)) if patience.wait(progress)? => {}
-                Err(Stop::Again(reason)) => return Err(self.unreachable(reason)),
+                Err(Stop::Again { wait, .. }) if patience.wait(wait, progress)? => {}
+                Err(Stop::Again { reason, .. }) => return Err(self.unreachable(reason)),
             }
         }
     }
 
-    fn list_once(&self) -> Result<Listing, Stop> {
+    fn list_once(&self, progress: &dyn Progress) -> Result<Listing, Stop> {
         let url = format!("{}/api/{}?blobs=true", self.settings.endpoint, self.repo(&self.name.revision).api_url());
-        let mut response = self.get(&url, 0)?;
+        let mut response = self.get(&url, 0, progress)?;
         if !response.status().is_success() {
             return Err(self.refused(&url, &response));
         }
-        let body = response.body_mut().with_config().limit(LONGEST_LIST).read_to_vec();
-        let body = body.map_err(|error| Stop::Again(one_line(error)))?;
+        let body = move || response.body_mut().with_config().limit(LONGEST_LIST).read_to_vec();
+        let body = wait_for(body, progress)?.map_err(Stop::again)?;
         parse_listing(&body).map_err(|reason| HubError::Answer { url, reason }.into())
     }
 
@@ -157,14 +214,14 @@ impl<'a> Client<'a> {
         let repo = self.repo(commit);
         let path = utf8_percent_encode(&file.name, IN_PATHS);
         let url = format!("{}/{}/resolve/{}/{path}", self.settings.endpoint, repo.url(), repo.url_revision());
-        let mut download = Download { part, file, received: 0, progress };
+        let mut download = Download { part, file, received: 0, timeout: self.settings.timeout, progress };
         let (mut patience, mut most) = (Patience(0), length(part)?);
         loop {
             let have = length(part)?;
             if have == file.size {
                 return Ok(download.received);
             }
-            let stop = self.get(&url, have).and_then(|response| match response.status().as_u16() {
+            let stop = self.get(&url, have, progress).and_then(|response| match response.status().as_u16() {
                 200 | 206 => download.append(response, have),
                 // Nothing there: the server's file is shorter than the hub says.
                 416 => {
@@ -180,8 +237,8 @@ impl<'a> Client<'a> {
             match stop {
                 Ok(()) => {}
                 Err(Stop::Failed(error)) => return Err(error),
-                Err(Stop::Again(_)) if patience.wait(progress)? => {}
-                Err(Stop::Again(reason)) => {
+                Err(Stop::Again { wait, .. }) if patience.wait(wait, progress)? => {}
+                Err(Stop::Again { reason, .. }) => {
                     let (file, size) = (self.full_name(file), file.size);
                     return Err(HubError::Broken { file, have: now, size, attempts: ATTEMPTS, reason });
                 }
@@ -209,9 +266,8 @@ impl<'a> Client<'a> {
     fn not_answered(&self, error: ureq::Error) -> Stop {
         use ureq::Error::{BodyStalled, ConnectionFailed, HostNotFound, Io, Protocol, Timeout};
         match error {
-            Io(_) | Timeout(_) | HostNotFound | ConnectionFailed | Protocol(_) | BodyStalled => {
-                Stop::Again(one_line(error))
-            }
+            Timeout(ureq::Timeout::PerRead | ureq::Timeout::RecvResponse) => Stop::again(silent(self.settings.timeout)),
+            Io(_) | Timeout(_) | HostNotFound | ConnectionFailed | Protocol(_) | BodyStalled => Stop::again(error),
             other => self.unreachable(one_line(other)).into(),
         }
     }
@@ -236,7 +292,10 @@ impl<'a> Client<'a> {
                 HubError::NoRepository { repo, endpoint }.into()
             }
             (404, _) => HubError::NoRepository { repo, endpoint }.into(),
-            (408 | 429 | 500..=599, _) => Stop::Again(format!("status {status}")),
+            (408 | 429 | 500..=599, _) => match retry_after(response) {
+                Some(wait) if wait > LONGEST_WAIT => HubError::Busy { endpoint, seconds: wait.as_secs() }.into(),
+                wait => Stop::Again { reason: format!("status {status}"), wait },
+            },
             _ => HubError::Status { url: url.into(), status }.into(),
         }
     }
@@ -259,6 +318,7 @@ struct Download<'a> {
     part: &'a Path,
     file: &'a Listed,
     received: u64,
+    timeout: Duration,
     progress: &'a dyn Progress,
 }
 
@@ -270,26 +330,58 @@ impl Download<'_> {
         let mut options = File::options();
         options.create(true).append(resumed).write(true).truncate(!resumed);
         let mut part = options.open(self.part).map_err(HubError::cache(self.part))?;
-        let mut body = response.into_body().into_reader();
-        let mut buffer = vec![0; 1 << 18];
+        let arriving = in_background(move |sender| read_chunks(response, sender));
         while have < self.file.size {
-            if self.progress.cancelled() {
-                return Err(HubError::Interrupted.into());
-            }
-            let most = buffer.len().min(usize::try_from(self.file.size - have).unwrap_or(usize::MAX));
-            let count = match body.read(&mut buffer[..most]) {
-                Ok(0) => return Err(Stop::Again("the server closed the connection".into())),
-                Ok(count) => count,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) => return Err(Stop::Again(one_line(error))),
+            let chunk = match next(&arriving, self.progress)? {
+                None => return Err(Stop::again("the server closed the connection")),
+                Some(Err(error)) if is_timeout(&error) => return Err(Stop::again(silent(self.timeout))),
+                Some(Err(error)) => return Err(Stop::again(error)),
+                Some(Ok(chunk)) => chunk,
             };
-            part.write_all(&buffer[..count]).map_err(HubError::cache(self.part))?;
+            let count = chunk.len().min(usize::try_from(self.file.size - have).unwrap_or(usize::MAX));
+            part.write_all(&chunk[..count]).map_err(HubError::cache(self.part))?;
             have += count as u64;
             self.received += count as u64;
             self.progress.advance(count as u64);
         }
         Ok(())
     }
+}
+
+/// The content of an answer, in pieces that are not empty, up to its end or the first error.
+fn read_chunks(response: Response<Body>, sender: &SyncSender<io::Result<Vec<u8>>>) {
+    let mut body = response.into_body().into_reader();
+    loop {
+        let mut chunk = vec![0; CHUNK];
+        let read = match body.read(&mut chunk) {
+            Ok(0) => return,
+            Ok(count) => {
+                chunk.truncate(count);
+                Ok(chunk)
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+            Err(error) => Err(error),
+        };
+        let last = read.is_err();
+        if sender.send(read).is_err() || last {
+            return;
+        }
+    }
+}
+
+fn is_timeout(error: &io::Error) -> bool {
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<ureq::Error>());
+    error.kind() == io::ErrorKind::TimedOut || matches!(inner, Some(ureq::Error::Timeout(_)))
+}
+
+fn silent(timeout: Duration) -> String {
+    format!("no byte in {} s", timeout.as_secs_f64())
+}
+
+/// The wait in seconds that a busy server asks for. A date instead is not read; the usual wait stands for it.
+fn retry_after(response: &Response<Body>) -> Option<Duration> {
+    let text = response.headers().get(header::RETRY_AFTER)?.to_str().ok()?;
+    text.trim().parse().ok().map(Duration::from_secs)
 }
 
 /// Bytes of a file, 0 where there is none.

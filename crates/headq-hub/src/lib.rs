@@ -31,7 +31,7 @@ mod settings;
 pub use error::HubError;
 pub use name::HubName;
 pub use pull::{Hub, Pulled, PulledFile};
-pub use settings::Settings;
+pub use settings::{SILENCE, Settings};
 
 /// Watches downloads, and may stop them.
 pub trait Progress {

@@ -15,6 +15,8 @@ pub struct HubName {
     pub revision: String,
     /// One `.gguf` or `.onnx` file.
     pub file: Option<String>,
+    /// Whether the revision was given, and so belongs to the name as it is printed.
+    named: bool,
 }
 
 impl HubName {
@@ -38,6 +40,7 @@ impl FromStr for HubName {
             Some((rest, file)) => (rest, Some(file)),
             None => (rest, None),
         };
+        let named = rest.contains('@');
         let (repo, revision) = rest.split_once('@').unwrap_or((rest, "main"));
         let (org, name) = repo.split_once('/').ok_or_else(|| wrong(format!("'{repo}' is not ORG/NAME")))?;
         for part in [org, name] {
@@ -58,14 +61,14 @@ impl FromStr for HubName {
                 )));
             }
         }
-        Ok(Self { repo: repo.into(), revision: revision.into(), file: file.map(Into::into) })
+        Ok(Self { repo: repo.into(), revision: revision.into(), file: file.map(Into::into), named })
     }
 }
 
 impl fmt::Display for HubName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}{}", Self::PREFIX, self.repo)?;
-        if self.revision != "main" {
+        if self.named {
             write!(f, "@{}", self.revision)?;
         }
         self.file.as_ref().map_or(Ok(()), |file| write!(f, ":{file}"))
@@ -94,6 +97,7 @@ mod tests {
     fn names_are_printed_as_they_are_read() {
         for text in [
             "hf:HuggingFaceTB/SmolLM2-135M",
+            "hf:org/name@main",
             "hf:org/name@v1.0",
             "hf:org/name@refs/pr/1",
             "hf:org/name:model.Q4_K_M.gguf",
@@ -101,7 +105,7 @@ mod tests {
         ] {
             assert_eq!(text.parse::<HubName>().unwrap().to_string(), text);
         }
-        assert_eq!("hf:a/b@main".parse::<HubName>().unwrap(), "hf:a/b".parse().unwrap());
+        assert_eq!("hf:a/b".parse::<HubName>().unwrap().revision, "main");
     }
 
     #[test]

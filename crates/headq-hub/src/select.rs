@@ -39,9 +39,10 @@ impl Choice {
 /// What is there instead, and what to do.
 pub(crate) fn choose(name: &HubName, files: &[String]) -> Result<Choice, String> {
     if let Some(file) = &name.file {
-        return match files.contains(file) {
-            true => Ok(one_file(file, files)),
-            false => Err(format!("no such file in the repository{}", candidates(name, files))),
+        return match (files.contains(file), parts(file)) {
+            (true, None) => Ok(one_file(file, files)),
+            (true, Some(count)) => Err(split(file, count)),
+            (false, _) => Err(format!("no such file in the repository{}", candidates(name, files))),
         };
     }
     let has = |file: &str| files.iter().any(|f| f == file);
@@ -52,7 +53,7 @@ pub(crate) fn choose(name: &HubName, files: &[String]) -> Result<Choice, String>
         return Ok(Choice { file: None, files, index: (weights == INDEX).then(|| INDEX.into()) });
     }
     for ending in [".gguf", ".onnx"] {
-        let mut found = files.iter().filter(|f| f.ends_with(ending));
+        let mut found = files.iter().filter(|f| f.ends_with(ending) && parts(f).is_none());
         match (found.next(), found.count()) {
             (None, _) => {}
             (Some(one), 0) => return Ok(one_file(one, files)),
@@ -62,9 +63,11 @@ pub(crate) fn choose(name: &HubName, files: &[String]) -> Result<Choice, String>
             }
         }
     }
-    Err(match weights {
-        Some(weights) => format!("the repository has {weights}, but no {CONFIG} that says what it is"),
-        None => nothing_usable(files),
+    let part = files.iter().find_map(|file| Some((file, parts(file)?)));
+    Err(match (weights, part) {
+        (Some(weights), _) => format!("the repository has {weights}, but no {CONFIG} that says what it is"),
+        (None, Some((file, count))) => split(file, count),
+        (None, None) => nothing_usable(files),
     })
 }
 
@@ -108,11 +111,26 @@ fn one_file(file: &str, files: &[String]) -> Choice {
     Choice { file: Some(file.into()), files: needed, index: None }
 }
 
+/// The number of files that a GGUF model is split over, by the names that llama.cpp gives them: `NAME-00001-of-00003.gguf`.
+fn parts(file: &str) -> Option<u32> {
+    let (rest, count) = file.strip_suffix(".gguf")?.rsplit_once("-of-")?;
+    let (_, part) = rest.rsplit_once('-')?;
+    let numbered = [part, count].iter().all(|n| n.len() == 5 && n.bytes().all(|b| b.is_ascii_digit()));
+    count.parse().ok().filter(|count| numbered && *count > 1)
+}
+
+fn split(file: &str, count: u32) -> String {
+    format!(
+        "{file} is one of {count} files that a GGUF model is split over, which is not supported; name a model in one file, or fetch the \
+         parts and merge them with llama.cpp's gguf-split --merge"
+    )
+}
+
 /// The models that could have been named, as a clause.
 fn candidates(name: &HubName, files: &[String]) -> String {
     let models: Vec<String> = files
         .iter()
-        .filter(|f| f.ends_with(".gguf") || f.ends_with(".onnx"))
+        .filter(|f| (f.ends_with(".gguf") && parts(f).is_none()) || f.ends_with(".onnx"))
         .map(|f| name.with_file(f).to_string())
         .collect();
     match models.as_slice() {
@@ -194,6 +212,24 @@ mod tests {
         );
         let reason = chosen("hf:a/b:y.gguf", &["x.gguf"]).unwrap_err();
         assert_eq!(reason, "no such file in the repository; name one of them: hf:a/b:x.gguf");
+    }
+
+    #[test]
+    fn models_in_parts_are_known_by_their_names() {
+        let part = "q8/m.Q8-00001-of-00003.gguf";
+        let others = ["q8/m.Q8-00002-of-00003.gguf", "q8/m.Q8-00003-of-00003.gguf"];
+        let all = [&[part][..], &others].concat();
+        for name in ["hf:a/b", "hf:a/b:q8/m.Q8-00001-of-00003.gguf", "hf:a/b:q8/m.Q8-00003-of-00003.gguf"] {
+            let reason = chosen(name, &all).unwrap_err();
+            assert!(reason.contains("is one of 3 files") && reason.contains("gguf-split --merge"), "{reason}");
+        }
+        // A whole one beside them is the only one that can be meant.
+        needs("hf:a/b", &[&all[..], &["m.Q4.gguf"]].concat(), Some("m.Q4.gguf"), &["m.Q4.gguf"]);
+        let reason = chosen("hf:a/b:x.gguf", &[&all[..], &["m.Q4.gguf"]].concat()).unwrap_err();
+        assert_eq!(reason, "no such file in the repository; name one of them: hf:a/b:m.Q4.gguf");
+        for whole in ["m-00001-of-00001.gguf", "best-of-10.gguf", "m-1-of-3.gguf", "state-of-00003.gguf"] {
+            needs("hf:a/b", &[whole], Some(whole), &[whole]);
+        }
     }
 
     #[test]

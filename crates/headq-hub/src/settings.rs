@@ -4,8 +4,12 @@ use std::env;
 use std::ffi::OsString;
 use std::fmt;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use crate::error::HubError;
+
+/// A server that says nothing for so long has stopped, where the environment does not say otherwise.
+pub const SILENCE: Duration = Duration::from_secs(30);
 
 /// Where the hub and its cache are, and who asks.
 #[derive(Clone, PartialEq, Eq)]
@@ -18,13 +22,16 @@ pub struct Settings {
     pub cache: PathBuf,
     /// Whether only the cache is used.
     pub offline: bool,
+    /// How long a server may say nothing before an attempt is given up; [`SILENCE`] by default.
+    pub timeout: Duration,
 }
 
 impl fmt::Debug for Settings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { endpoint, token, cache, offline } = self;
+        let Self { endpoint, token, cache, offline, timeout } = self;
         let token = token.as_ref().map(|_| "…");
-        write!(f, "Settings {{ endpoint: {endpoint:?}, token: {token:?}, cache: {cache:?}, offline: {offline} }}")
+        write!(f, "Settings {{ endpoint: {endpoint:?}, token: {token:?}, cache: {cache:?}, ")?;
+        write!(f, "offline: {offline}, timeout: {timeout:?} }}")
     }
 }
 
@@ -34,10 +41,11 @@ impl Settings {
     /// - the hub: `HF_ENDPOINT`, else <https://huggingface.co>;
     /// - the cache: `HF_HUB_CACHE`, else `HF_HOME/hub`, else `XDG_CACHE_HOME/huggingface/hub`, else `~/.cache/huggingface/hub`;
     /// - the token: `HF_TOKEN`, else the file `HF_TOKEN_PATH`, else the file `token` beside `hub` (`hf auth login` writes it);
-    /// - `HF_HUB_OFFLINE`: `1`, `ON`, `YES` or `TRUE` for no network. Proxies are those of `HTTPS_PROXY` and the like.
+    /// - `HF_HUB_OFFLINE`: `1`, `ON`, `YES` or `TRUE` for no network. Proxies are those of `HTTPS_PROXY` and the like;
+    /// - `HF_HUB_DOWNLOAD_TIMEOUT`: seconds of silence after which an attempt is given up.
     ///
     /// # Errors
-    /// If an address is none, a token cannot be sent, or there is no home folder.
+    /// If an address or a number is none, a token cannot be sent, or there is no home folder.
     pub fn from_env() -> Result<Self, HubError> {
         Self::read(&|name| env::var_os(name), env::home_dir())
     }
@@ -63,19 +71,29 @@ impl Settings {
         let token = token.map(|(source, token)| checked_token(source, token.trim())).transpose()?.flatten();
         let offline =
             text("HF_HUB_OFFLINE").is_some_and(|v| ["1", "on", "yes", "true"].contains(&v.to_lowercase().as_str()));
-        let endpoint = text("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".into());
-        let endpoint = endpoint.trim_end_matches('/').to_string();
+        let given = text("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".into());
+        let endpoint = given.trim_end_matches('/').to_string();
         if !["https://", "http://"]
             .iter()
             .any(|scheme| endpoint.strip_prefix(scheme).is_some_and(|host| !host.is_empty()))
         {
             return Err(HubError::Setting {
                 variable: "HF_ENDPOINT".into(),
-                reason: format!("expected an address like https://huggingface.co, found '{endpoint}'"),
+                reason: format!("expected an address like https://huggingface.co, found '{given}'"),
             });
         }
-        Ok(Self { endpoint, token, cache, offline })
+        let timeout = text("HF_HUB_DOWNLOAD_TIMEOUT").map_or(Ok(SILENCE), |text| seconds(&text))?;
+        Ok(Self { endpoint, token, cache, offline, timeout })
     }
+}
+
+/// A time that a server may take, a day at most.
+fn seconds(text: &str) -> Result<Duration, HubError> {
+    let seconds = text.parse().ok().filter(|s: &f64| *s > 0.0 && *s <= 86_400.0);
+    seconds.map(Duration::from_secs_f64).ok_or_else(|| HubError::Setting {
+        variable: "HF_HUB_DOWNLOAD_TIMEOUT".into(),
+        reason: format!("expected seconds, more than 0 and at most 86400, found '{text}'"),
+    })
 }
 
 /// The token if it can be sent in a header; an empty one is none. Messages do not repeat it.
@@ -138,8 +156,25 @@ mod tests {
         }
         assert_eq!(read(&[]).unwrap().endpoint, "https://huggingface.co");
         assert_eq!(read(&[("HF_ENDPOINT", "http://mirror:80/hub/")]).unwrap().endpoint, "http://mirror:80/hub");
-        for value in ["mirror", "ftp://mirror", "https://"] {
-            assert!(read(&[("HF_ENDPOINT", value)]).unwrap_err().to_string().contains("HF_ENDPOINT"), "{value}");
+        for value in ["mirror", "ftp://mirror", "https://", "http://", "http:///"] {
+            let error = read(&[("HF_ENDPOINT", value)]).unwrap_err().to_string();
+            assert!(error.contains("HF_ENDPOINT") && error.ends_with(&format!("found '{value}'")), "{error}");
+        }
+    }
+
+    #[test]
+    fn how_long_a_server_may_say_nothing() {
+        let timeout = |value: &str| read(&[("HF_HUB_DOWNLOAD_TIMEOUT", value)]).map(|settings| settings.timeout);
+        assert_eq!(read(&[]).unwrap().timeout, SILENCE);
+        assert_eq!(timeout("").unwrap(), SILENCE);
+        assert_eq!(timeout("7").unwrap(), Duration::from_secs(7));
+        assert_eq!(timeout(" 0.25 ").unwrap(), Duration::from_millis(250));
+        for value in ["0", "-1", "1m", "NaN", "inf", "1e9", "86401"] {
+            let error = timeout(value).unwrap_err().to_string();
+            assert!(
+                error.starts_with("HF_HUB_DOWNLOAD_TIMEOUT: ") && error.ends_with(&format!("'{value}'")),
+                "{error}"
+            );
         }
     }
 }

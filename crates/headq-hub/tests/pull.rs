@@ -6,8 +6,9 @@ mod hub_server;
 use std::cell::Cell;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
-use headq_hub::{Hub, HubError, Progress, Pulled, Settings};
+use headq_hub::{Hub, HubError, Progress, Pulled, SILENCE, Settings};
 use hub_server::{COMMIT, Fault, HubServer, REPO, git_sha1, sha256};
 
 const NAME: &str = "hf:org/tiny";
@@ -56,11 +57,17 @@ impl Setup {
 
     fn settings(&self) -> Settings {
         let (endpoint, cache) = (self.server.endpoint.clone(), self.cache.path().to_owned());
-        Settings { endpoint, token: None, cache, offline: false }
+        Settings { endpoint, token: None, cache, offline: false, timeout: SILENCE }
     }
 
     fn pull(&self, name: &str) -> Result<Pulled, HubError> {
         Hub::new(self.settings()).pull(&name.parse().unwrap(), &())
+    }
+
+    /// Without patience for a silent server.
+    fn pull_quickly(&self) -> Result<Pulled, HubError> {
+        let hub = Hub::new(Settings { timeout: Duration::from_millis(100), ..self.settings() });
+        hub.pull(&NAME.parse().unwrap(), &())
     }
 
     /// What is there without a network.
@@ -215,6 +222,94 @@ fn a_busy_server_is_asked_again() {
     setup.server.fault_of_list(503, "", "");
     setup.server.fault(WEIGHTS, 2, &[Fault::Status(429, "")]);
     assert_eq!(setup.pull(NAME).unwrap().bytes_downloaded, total());
+}
+
+#[test]
+fn a_server_that_goes_silent_is_asked_again() {
+    let setup = Setup::new();
+    setup.server.silence_list(1);
+    setup.server.fault(WEIGHTS, 2, &[Fault::Silent(300_000)]);
+    let pulled = setup.pull_quickly().unwrap();
+    assert_eq!(fs::read(pulled.folder.join(WEIGHTS)).unwrap(), weights());
+    assert_eq!(pulled.bytes_downloaded, total(), "every byte came once");
+    assert_eq!(setup.server.requests_of(WEIGHTS).pop().unwrap().header("range"), Some("bytes=300000-"));
+}
+
+#[test]
+fn a_server_that_stays_silent_is_given_up_and_the_pull_resumed_later() {
+    let setup = Setup::new();
+    setup.server.silence_list(usize::MAX);
+    one_line(&setup.pull_quickly().unwrap_err(), &["not reachable (no byte in 0.1 s)", "try again later"]);
+    setup.server.silence_list(0);
+    setup.server.fault(WEIGHTS, usize::MAX, &[Fault::Silent(300_000)]);
+    let needles = ["broke off at 300000 of 700000 bytes", "5 times", "(no byte in 0.1 s)", "pull again"];
+    one_line(&setup.pull_quickly().unwrap_err(), &needles);
+    assert!(setup.kept(NAME).is_err(), "something is taken for whole");
+    setup.server.fault(WEIGHTS, 0, &[]);
+    let pulled = setup.pull(NAME).unwrap();
+    assert_eq!(pulled.bytes_downloaded, 400_000);
+    assert_eq!(fs::read(pulled.folder.join(WEIGHTS)).unwrap(), weights());
+}
+
+/// Whoever waits for a server can turn away, long before its time is up.
+#[test]
+fn a_pull_from_a_silent_server_can_be_interrupted() {
+    struct Until(Instant);
+    impl Progress for Until {
+        fn begin(&self, _: &str, _: u64, _: u64) {}
+        fn advance(&self, _: u64) {}
+        fn end(&self) {}
+        fn cancelled(&self) -> bool {
+            Instant::now() > self.0
+        }
+    }
+    let setup = Setup::new();
+    let interrupted = || {
+        let start = Instant::now();
+        let hub = Hub::new(setup.settings());
+        let error = hub.pull(&NAME.parse().unwrap(), &Until(start + Duration::from_millis(500))).unwrap_err();
+        assert!(matches!(error, HubError::Interrupted), "{error}");
+        assert!(start.elapsed() < SILENCE / 3);
+    };
+    setup.server.silence_list(1);
+    interrupted();
+    setup.server.fault(WEIGHTS, 1, &[Fault::Silent(300_000)]);
+    interrupted();
+    setup.server.fault(WEIGHTS, 1, &[Fault::Busy("60")]);
+    interrupted();
+    let pulled = setup.pull(NAME).unwrap();
+    assert_eq!(pulled.bytes_downloaded, 400_000);
+    assert_eq!(fs::read(pulled.folder.join(WEIGHTS)).unwrap(), weights());
+}
+
+#[test]
+fn a_busy_server_says_when_to_come_again() {
+    let setup = Setup::new();
+    setup.server.fault(WEIGHTS, 1, &[Fault::Busy("2")]);
+    let start = Instant::now();
+    assert_eq!(setup.pull(NAME).unwrap().bytes_downloaded, total());
+    assert!(start.elapsed() >= Duration::from_secs(2), "it came too early");
+    // Neither for ever, nor at once.
+    for (when, needles) in [
+        ("3600", &["too many requests", "asks to wait 3600 seconds", "try again then"][..]),
+        ("18446744073709551615", &["18446744073709551615 seconds"]),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", &["5 times in a row (status 429)"]),
+        ("-1", &["5 times in a row (status 429)"]),
+    ] {
+        let setup = Setup::new();
+        setup.server.fault(WEIGHTS, usize::MAX, &[Fault::Busy(when)]);
+        setup.fails(NAME, needles);
+    }
+}
+
+#[test]
+fn a_model_in_parts_is_refused_before_it_is_fetched() {
+    let part = |n: u32| format!("m-0000{n}-of-00003.gguf");
+    let names = [part(1), part(2), part(3)];
+    let setup = Setup::of(names.iter().map(|name| (name.as_str(), noise(10, 1))).collect());
+    setup.fails(NAME, &["hf:org/tiny: m-00001-of-00003.gguf is one of 3 files", "gguf-split --merge"]);
+    setup.fails("hf:org/tiny:m-00002-of-00003.gguf", &["m-00002-of-00003.gguf is one of 3 files"]);
+    assert_eq!(setup.server.requests().len(), 2, "nothing was fetched");
 }
 
 #[test]
@@ -394,7 +489,10 @@ fn a_server_that_is_not_there() {
 fn no_network_and_nothing_there() {
     let setup = Setup::new();
     let cache = setup.cache.path().display().to_string();
-    one_line(&setup.kept(NAME).unwrap_err(), &["hf:org/tiny: not in the cache", &cache, "HF_HUB_OFFLINE"]);
+    for name in [NAME, "hf:org/tiny@main", "hf:org/tiny@v1"] {
+        let needle = format!("{name}: not in the cache");
+        one_line(&setup.kept(name).unwrap_err(), &[&needle, &cache, "HF_HUB_OFFLINE"]);
+    }
     assert!(setup.server.requests().is_empty());
     assert_eq!(fs::read_dir(setup.cache.path()).unwrap().count(), 0, "nothing was written");
 }

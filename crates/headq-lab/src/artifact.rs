@@ -41,7 +41,7 @@ use burn::tensor::{Device, Tensor, TensorData};
 use burn_store::{ModuleSnapshot, SafetensorsStore};
 use headq::basis::{Basis, TrainedSide};
 use headq::quant::clip_width;
-use headq::scheme::{Family, Scope, SideScales};
+use headq::scheme::{BaseScheme, Family, Scope, SideScales};
 use headq::stats::{LayerStats, Moments};
 use headq_models::Fingerprint;
 use nalgebra::{DMatrix, DVector};
@@ -405,8 +405,15 @@ fn eight(b: &[u8]) -> u64 {
     u64::from_le_bytes([b[0], b[1], b[2], b[3], b[4], b[5], b[6], b[7]])
 }
 
-fn read(path: &Path) -> Result<Vec<u8>, LabError> {
-    std::fs::read(path).map_err(LabError::io(path))
+/// Where statistics come from.
+const STATISTICS: &str = "expected statistics, which `headq calibrate MODEL --text FILE --out STATS` makes";
+
+/// Where bases come from.
+const BASIS: &str =
+    "expected a basis, which `headq basis STATS --family FAMILY --rank R --out BASIS` or `headq finetune` makes";
+
+fn read(path: &Path, expected: &'static str) -> Result<Vec<u8>, LabError> {
+    std::fs::read(path).map_err(LabError::input(path, expected))
 }
 
 impl Header {
@@ -452,8 +459,10 @@ impl StatsArtifact {
     /// # Errors
     /// [`LabError::Artifact`] saying what is wrong with the file.
     pub fn load(path: &Path) -> Result<Self, LabError> {
-        let bytes = read(path)?;
+        let bytes = read(path, STATISTICS)?;
         let file = File::parse(path, &bytes, "statistics")?;
+        let base: Result<BaseScheme, _> = file.header.base.parse();
+        base.map_err(|e| artifact_error(path, format!("its header: {e}")))?;
         let model = &file.header.model;
         let (layers, d) = (model.layers, model.head_dim);
         let moments = |name: &str, heads: usize| -> Result<Vec<Vec<Moments>>, LabError> {
@@ -505,7 +514,7 @@ impl BasisArtifact {
     /// # Errors
     /// [`LabError::Artifact`] saying what is wrong with the file.
     pub fn load(path: &Path) -> Result<Self, LabError> {
-        let bytes = read(path)?;
+        let bytes = read(path, BASIS)?;
         let file = File::parse(path, &bytes, "basis")?;
         let model = &file.header.model;
         let about = file.header.basis.clone().ok_or_else(|| artifact_error(path, "its header has no 'basis'"))?;

@@ -26,6 +26,16 @@ pub enum LabError {
         /// What the system said.
         source: std::io::Error,
     },
+    /// A file that was given could not be read.
+    #[error("{}: {source}; {expected}", path.display())]
+    Input {
+        /// The file as given.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+        /// What it should be, and where such a file comes from.
+        expected: &'static str,
+    },
     /// A text that cannot be used.
     #[error("text {}: {reason}", path.display())]
     Text {
@@ -111,5 +121,10 @@ impl LabError {
     /// Attaches a path to a system error.
     pub fn io(path: &Path) -> impl FnOnce(std::io::Error) -> LabError + '_ {
         move |source| LabError::Io { path: path.to_owned(), source }
+    }
+
+    /// Attaches a path that was given, and what is expected there, to a system error.
+    pub fn input<'a>(path: &'a Path, expected: &'static str) -> impl FnOnce(std::io::Error) -> LabError + 'a {
+        move |source| LabError::Input { path: path.to_owned(), source, expected }
     }
 }

@@ -240,7 +240,8 @@ impl RunConfig {
     /// # Errors
     /// [`LabError::Config`] naming the key and what is expected.
     pub fn load(path: &Path) -> Result<Self, LabError> {
-        let text = std::fs::read_to_string(path).map_err(LabError::io(path))?;
+        const EXPECTED: &str = "expected a configuration in TOML, like configs/quickstart.toml";
+        let text = std::fs::read_to_string(path).map_err(LabError::input(path, EXPECTED))?;
         let fail = |reason: String| LabError::Config { path: path.to_owned(), reason };
         let mut config: RunConfig = toml::from_str(&text).map_err(|e| {
             let line =
@@ -257,6 +258,11 @@ impl RunConfig {
         config.check_sections().map_err(fail)?;
         if let Some(finetune) = &config.finetune {
             finetune.training.check().map_err(|e| fail(format!("finetune.training.{e}")))?;
+            if has_steps_and_epochs(&text) {
+                return Err(fail(
+                    "finetune.training: steps and epochs say the same in two ways; give one of them".into(),
+                ));
+            }
         }
         let folder = path.parent().unwrap_or(Path::new("")).to_owned();
         let resolve = |value: &mut String| -> Result<(), LabError> {
@@ -335,6 +341,13 @@ impl RunConfig {
     }
 }
 
+/// Whether a configuration says both how many steps and how many epochs to train.
+fn has_steps_and_epochs(text: &str) -> bool {
+    let config: toml::Table = toml::from_str(text).unwrap_or_default();
+    let training = config.get("finetune").and_then(|finetune| finetune.get("training"));
+    training.is_some_and(|training| ["steps", "epochs"].iter().all(|key| training.get(key).is_some()))
+}
+
 /// The path without detours (`configs/../checkpoints`), where it exists below the current folder.
 fn shortest(path: PathBuf) -> PathBuf {
     let below = || {
@@ -382,14 +395,13 @@ impl Folder {
         let file = path.join("run.json");
         let taken_up = file.exists();
         if taken_up {
-            let bytes = std::fs::read(&file).map_err(LabError::io(&file))?;
-            let found: Option<Manifest> = serde_json::from_slice(&bytes).ok();
+            let found: Option<Manifest> = kept(&file, "the run")?;
             let other = |what: &str| LabError::Artifact {
                 path: path.to_owned(),
                 reason: format!("holds a run with another {what}; give another --out, or remove the folder"),
             };
             match found {
-                None => return Err(other("or unreadable run.json")),
+                None => return Err(other("version of this program")),
                 Some(f) if f.model != manifest.model => return Err(other("model")),
                 Some(f) if f.config != manifest.config => {
                     return Err(other(&format!("configuration ({})", differences(&f.config, &manifest.config))));
@@ -421,6 +433,25 @@ impl Folder {
         }
         Ok((Self(path.to_owned()), Hold { _lock: lock, path: path.to_owned(), made: !taken_up, made_folder }))
     }
+}
+
+/// What a folder belongs to, by the file that says so; `None` where another version of this program wrote it.
+///
+/// # Errors
+/// If the file cannot be read, or is damaged; `what` is what its folder holds.
+pub(crate) fn kept<T: serde::de::DeserializeOwned>(file: &Path, what: &str) -> Result<Option<T>, LabError> {
+    let bytes = std::fs::read(file).map_err(LabError::io(file))?;
+    let json: serde_json::Value = serde_json::from_slice(&bytes).unwrap_or_default();
+    if json["program"].as_str().is_none_or(|program| program == crate::PROGRAM) {
+        return match serde_json::from_value(json) {
+            Ok(kept) => Ok(Some(kept)),
+            Err(error) => {
+                let reason = format!("damaged ({error}); remove the folder to make {what} again, or name another");
+                Err(LabError::Artifact { path: file.to_owned(), reason })
+            }
+        };
+    }
+    Ok(serde_json::from_value(json).ok())
 }
 
 /// Keys in which two configurations differ, with both values.
@@ -540,6 +571,13 @@ impl CompareConfig {
     pub fn asked(&self, trains: bool) -> Result<Asked, LabError> {
         let learned = Family::Learned.to_string();
         let named = self.families.contains(&learned);
+        if trains && self.basis.is_empty() && self.families.iter().all(|family| *family == learned) {
+            return Err(LabError::Usage(
+                "compare.families: nothing to compare the trained basis with; name at least one family, e.g. \"query-pca\", or a \
+                 file in compare.basis"
+                    .into(),
+            ));
+        }
         if named && !trains {
             return Err(LabError::Usage(
                 "family learned: such a basis is trained; add a section [finetune], or name its file in compare.basis"

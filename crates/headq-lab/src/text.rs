@@ -71,7 +71,7 @@ fn tokens_sha256(windows: &[Vec<u32>]) -> String {
 /// If the file cannot be read, is not UTF-8 throughout, or has only white space in that part.
 pub fn read_text(path: &Path, max_chars: Option<usize>) -> Result<String, LabError> {
     let text_error = |reason: String| LabError::Text { path: path.to_owned(), reason };
-    let bytes = std::fs::read(path).map_err(LabError::io(path))?;
+    let bytes = std::fs::read(path).map_err(LabError::input(path, "expected a text to read, plain and in UTF-8"))?;
     let text = String::from_utf8(bytes).map_err(|e| {
         text_error(format!(
             "not UTF-8: byte {} begins no character; convert the file, e.g. with iconv",

@@ -213,7 +213,7 @@ impl ModelConfig {
                 found: kind_of(&config).into(),
             });
         };
-        let f = Fields { file, object, read: RefCell::default() };
+        let f = Fields { file, object, settings, read: RefCell::default() };
         let config = Self::parse(&f)?;
         f.check_used(object.keys().filter(|key| settings.contains_key(*key)))?;
         Ok(config)
@@ -396,10 +396,32 @@ pub(crate) fn write_scaling(rope: &Rope) -> Result<Value, ModelError> {
     })
 }
 
+/// Where keys come from that are given in place of a file's own.
+const GIVEN: &str = "--model-set (in a run, [model_set])";
+
+/// Where the value of a key comes from: `settings`, or else `file`. What no single key says is known by what its keys have in common.
+pub(crate) fn source_of<'f>(key: &str, settings: &Map<String, Value>, file: &'f str) -> &'f str {
+    let any = |parts: &[&str]| settings.keys().any(|given| parts.iter().any(|part| given.contains(part)));
+    let given = match key {
+        "norm epsilon" => any(&["_eps"]),
+        "rope parameters" => any(&["rope", "rotary"]),
+        "sliding_window" => any(&["sliding_window", "layer_types"]),
+        "num_key_value_heads" => any(&["num_key_value_heads", "num_attention_heads"]),
+        "num_hidden_layers" => any(&["num_hidden_layers", "n_layer"]),
+        "hidden_act" => any(&["hidden_act", "activation_function"]),
+        "scale of the attention scores" => any(&["scale_attn"]),
+        key if key.starts_with("bias of") => any(&["bias", "model_type"]),
+        key => settings.contains_key(key),
+    };
+    if given { GIVEN } else { file }
+}
+
 /// Typed access to the keys of a config. An absent key and `null` are the same.
 pub(crate) struct Fields<'a> {
     pub file: &'a str,
     pub object: &'a Map<String, Value>,
+    /// Keys that were given in place of the file's own.
+    pub settings: &'a Map<String, Value>,
     /// Keys that were looked at.
     pub read: RefCell<BTreeSet<String>>,
 }
@@ -407,15 +429,24 @@ pub(crate) struct Fields<'a> {
 impl<'a> Fields<'a> {
     pub fn wrong(&self, key: &str, expected: &str, found: impl std::fmt::Display) -> ModelError {
         ModelError::Config {
-            file: self.file.into(),
+            file: self.source(key).into(),
             key: key.into(),
             expected: expected.into(),
             found: found.to_string(),
         }
     }
 
+    /// `what` names the keys that ask for it.
     pub fn unsupported(&self, what: impl Into<String>, hint: impl Into<String>) -> ModelError {
-        ModelError::Unsupported { file: self.file.into(), what: what.into(), hint: hint.into() }
+        let what = what.into();
+        let named = self.settings.keys().find(|key| what.contains(&format!("`{key}`")));
+        let file = named.map_or(self.file, |key| self.source(key)).into();
+        ModelError::Unsupported { file, what, hint: hint.into() }
+    }
+
+    /// Where the value of a key comes from, for messages.
+    pub fn source(&self, key: &str) -> &'a str {
+        source_of(key, self.settings, self.file)
     }
 
     /// Fails for a key that was given for this model and never looked at.
@@ -510,8 +541,9 @@ impl<'a> Fields<'a> {
             None => ("rope_scaling", object("rope_scaling")?),
         };
         let empty = Map::new();
-        let file = format!("{}: `{key}`", self.file);
-        let r = Fields { file: &file, object: nested.unwrap_or(&empty), read: RefCell::default() };
+        let file = format!("{}: `{key}`", self.source(key));
+        let object = nested.unwrap_or(&empty);
+        let r = Fields { file: &file, object, settings: &empty, read: RefCell::default() };
         if r.object.values().any(Value::is_object) {
             return Err(
                 self.unsupported(format!("`{key}` with an entry per layer type"), "one set of rope parameters is")

@@ -180,7 +180,7 @@ impl Opened {
         let (config, files) = match locate(path, options)? {
             Location::Folder => {
                 let own = path.join(&options.config_file);
-                let (config, _) = read_config(options.config.as_ref().unwrap_or(&own), &options.settings)?;
+                let (config, _) = read_config(&own, options)?;
                 (config, Files::Folder(path.to_owned(), Box::new(SafetensorsSource::open(path)?)))
             }
             Location::Onnx(file) => open_onnx(&file, options)?,
@@ -290,9 +290,9 @@ fn open_onnx(file: &Path, options: &LoadOptions) -> Result<(ModelConfig, Files),
     let folder = above.unwrap_or(own);
     let beside = Some(folder.join(&options.config_file)).filter(|p| p.is_file());
     let config = match options.config.clone().or(beside) {
-        Some(path) => {
-            let (config, name) = read_config(&path, &options.settings)?;
-            onnx_config::check(&config, &name, &model)?;
+        Some(own) => {
+            let (config, name) = read_config(&own, options)?;
+            onnx_config::check(&config, &options.settings, &name, &model)?;
             config
         }
         None => onnx_config::infer(&model, &options.settings)?,
@@ -301,10 +301,18 @@ fn open_onnx(file: &Path, options: &LoadOptions) -> Result<(ModelConfig, Files),
     Ok((config, Files::Folder(folder.to_owned(), Box::new(source))))
 }
 
-/// The config in a file, with the keys of `settings` in place of its own, and the file's name for messages.
-fn read_config(path: &Path, settings: &Map<String, Value>) -> Result<(ModelConfig, String), ModelError> {
+/// The config that was given, or else the model's own, with the keys of the settings in place of its own; and the file's name for
+/// messages.
+fn read_config(own: &Path, options: &LoadOptions) -> Result<(ModelConfig, String), ModelError> {
+    let (path, settings) = (options.config.as_deref().unwrap_or(own), &options.settings);
     let file = path.display().to_string();
-    let bytes = std::fs::read(path).map_err(ModelError::io(path))?;
+    let bytes = std::fs::read(path).map_err(|error| match options.config.is_some() {
+        true => {
+            let reason = format!("{error}; --model-config (in a run, model_config) takes the config.json of the model");
+            ModelError::NotAModel { path: path.to_owned(), reason }
+        }
+        false => ModelError::io(path)(error),
+    })?;
     let json: Value =
         serde_json::from_slice(&bytes).map_err(|e| ModelError::corrupt(&file, format!("not JSON ({e})")))?;
     Ok((ModelConfig::from_json_with(&json, settings, &file)?, file))

@@ -3,22 +3,28 @@
 use serde_json::{Map, Value, json};
 
 use crate::arch::QkvNames;
-use crate::config::{ModelConfig, NormKind, Rope, RopeScaling};
+use crate::config::{ModelConfig, NormKind, Rope, RopeScaling, source_of};
 use crate::error::ModelError;
 use crate::source::{Facts, OnnxModel};
 
 /// Relative difference of constants that are the same number, rounded to f32 on the way.
 const ROUNDING: f64 = 1e-4;
 
-/// Holds a configuration against what the graph computes; shapes are checked with the weights.
+/// Holds a configuration, of `file` with the keys of `settings` in place of its own, against what the graph computes; shapes are
+/// checked with the weights.
 ///
 /// # Errors
 /// [`ModelError::Config`] naming the key, what the graph computes, and what the configuration says.
-pub(crate) fn check(config: &ModelConfig, file: &str, model: &OnnxModel) -> Result<(), ModelError> {
+pub(crate) fn check(
+    config: &ModelConfig,
+    settings: &Map<String, Value>,
+    file: &str,
+    model: &OnnxModel,
+) -> Result<(), ModelError> {
     let f = model.facts();
     let differ = |key: &str, computed: String, found: String| {
         let expected = format!("{computed}, as {} computes", model.file());
-        Err(ModelError::Config { file: file.into(), key: key.into(), expected, found })
+        Err(ModelError::Config { file: source_of(key, settings, file).into(), key: key.into(), expected, found })
     };
     let close = |a: f64, b: f64| (a - b).abs() <= ROUNDING * b.abs();
     let (fused, by_head) = match config.architecture.names.qkv {
@@ -135,7 +141,7 @@ pub(crate) fn infer(model: &OnnxModel, settings: &Map<String, Value>) -> Result<
         }
     }
     // What was given must not contradict what is computed.
-    check(&config, &file, model)?;
+    check(&config, settings, &file, model)?;
     Ok(config)
 }
 

@@ -81,10 +81,19 @@ fn external_data_that_is_not_there() {
 
 #[test]
 fn external_data_elsewhere() {
-    for location in ["../weights", "/etc/hostname", "a/../../b", ""] {
+    for location in ["../weights", "/etc/hostname", "a/../../b"] {
         let export = Export::of("gpt2", "model").external().weights(|t| set(t, "location", location));
         fails(&export.saved(), &["outside the model's folder", &format!("{location:?}"), "beside it"]);
     }
+}
+
+#[test]
+fn external_data_that_is_nowhere() {
+    let needles = ["model.onnx: tensor", "external data without the file that it is in"];
+    let empty = Export::of("gpt2", "model").external().weights(|t| set(t, "location", ""));
+    fails(&empty.saved(), &needles);
+    let none = Export::of("gpt2", "model").external().weights(|t| t.external_data.retain(|e| e.key != "location"));
+    fails(&none.saved(), &needles);
 }
 
 #[test]

@@ -55,7 +55,7 @@ pub fn run(context: &Context, args: &Finetune) -> Result<(), LabError> {
                 "out": args.out.to_string_lossy(),
                 "state": state.to_string_lossy(),
                 "header": super::json(&made.artifact.header),
-                "settings": super::json(&settings),
+                "settings": super::json(&made.summary.settings),
                 "warnings": made.summary.warnings,
                 "held_out": { "uncorrected": made.uncorrected, "initial": made.held_out.0, "trained": made.held_out.1 },
             })
@@ -66,15 +66,14 @@ pub fn run(context: &Context, args: &Finetune) -> Result<(), LabError> {
 
 fn settings(args: &Finetune) -> Settings {
     let default = Settings::default();
-    let batch = args.batch.unwrap_or(default.batch);
-    let of_epochs = |epochs: usize| epochs * (args.text.windows * args.text.text.len()).div_ceil(batch.max(1));
     Settings {
         loss: args.loss.clone(),
         init: args.init.clone(),
-        steps: args.steps.or(args.epochs.map(of_epochs)).unwrap_or(default.steps),
+        steps: args.steps.unwrap_or(default.steps),
+        epochs: args.epochs,
         lr: args.lr.unwrap_or(default.lr),
         warmup: args.warmup.unwrap_or(default.warmup),
-        batch,
+        batch: args.batch.unwrap_or(default.batch),
         tied: args.tied,
         train_clip: args.train_clip,
         train_base_clip: args.train_base_clip,

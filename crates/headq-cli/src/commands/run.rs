@@ -27,7 +27,7 @@ pub fn run(context: &Context, args: &Run) -> Result<(), LabError> {
         threads: context.threads,
         command: format!("headq run {}", super::diagnose::quoted(&args.config.to_string_lossy())),
     };
-    match take(context, &config, &options)? {
+    match take(context, &config, &options).map_err(in_config(&args.config))? {
         Outcome::Evaluation(evaluation) => context.print(
             || super::json(&evaluation),
             || {
@@ -63,6 +63,16 @@ pub fn load(context: &Context, path: &Path) -> Result<RunConfig, LabError> {
     }
     config.model_set.extend(given.settings.clone());
     Ok(config)
+}
+
+/// What a configuration asks for in vain is no wrong usage of the command line: the error names the configuration.
+fn in_config(path: &Path) -> impl FnOnce(LabError) -> LabError {
+    move |error| match error {
+        LabError::Usage(_) | LabError::Method(headq::Error::Scheme { .. } | headq::Error::DeviceName { .. }) => {
+            LabError::Config { path: path.to_owned(), reason: error.to_string() }
+        }
+        other => other,
+    }
 }
 
 /// Carries out a configuration of any kind.

@@ -6,6 +6,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::thread;
+use std::time::Duration;
 
 use sha1::Sha1;
 use sha2::{Digest, Sha256};
@@ -20,6 +21,8 @@ pub enum Fault {
     Drop(usize),
     /// The connection ends at this byte of the file.
     Stuck(usize),
+    /// The server says nothing more from this byte of the file on, and keeps the connection.
+    Silent(usize),
     /// The server has only the first so many bytes.
     Short(usize),
     /// The byte at this place is another.
@@ -28,6 +31,8 @@ pub enum Fault {
     NoRanges,
     /// This status instead of the content, with an error code in the hub's words.
     Status(u16, &'static str),
+    /// Too many requests, and when to come again.
+    Busy(&'static str),
 }
 
 /// A request that arrived.
@@ -51,6 +56,8 @@ struct State {
     faults: BTreeMap<String, (usize, Vec<Fault>)>,
     /// Answers to requests for the list, before it is given.
     list_faults: Vec<(u16, &'static str, String)>,
+    /// Requests for the list that get no answer.
+    list_silences: usize,
     token: Option<String>,
     requests: Vec<Request>,
 }
@@ -86,6 +93,11 @@ impl HubServer {
     /// The next request for the list gets this answer.
     pub fn fault_of_list(&self, status: u16, code: &'static str, body: &str) {
         self.state.lock().unwrap().list_faults.push((status, code, body.into()));
+    }
+
+    /// The next requests for the list get no answer, and the connection stays.
+    pub fn silence_list(&self, times: usize) {
+        self.state.lock().unwrap().list_silences = times;
     }
 
     /// The contents of the repository need this token.
@@ -139,16 +151,36 @@ fn read_request(stream: &TcpStream) -> Option<Request> {
 
 fn answer(mut stream: &TcpStream, shared: &Mutex<State>) -> std::io::Result<()> {
     let Some(request) = read_request(stream) else { return Ok(()) };
-    let (answer, drop_after) = {
+    let (answer, cut) = {
         let mut state = shared.lock().unwrap();
         state.requests.push(request.clone());
+        if request.path.starts_with("/api/") && state.list_silences > 0 {
+            state.list_silences -= 1;
+            drop(state);
+            return silence();
+        }
         state.answer(&request, &format!("localhost:{}", stream.local_addr()?.port()))
     };
     let Answer { status, headers, body } = answer;
     let mut head = format!("HTTP/1.1 {status} X\r\nConnection: close\r\nContent-Length: {}\r\n", body.len());
     headers.iter().for_each(|(name, value)| head += &format!("{name}: {value}\r\n"));
     stream.write_all(format!("{head}\r\n").as_bytes())?;
-    stream.write_all(&body[..drop_after.unwrap_or(body.len()).min(body.len())])
+    let end = cut.as_ref().map_or(body.len(), |cut| cut.after.min(body.len()));
+    stream.write_all(&body[..end])?;
+    if cut.is_some_and(|cut| cut.stays) { silence() } else { Ok(()) }
+}
+
+/// Longer than any test takes.
+fn silence() -> std::io::Result<()> {
+    thread::sleep(Duration::from_secs(600));
+    Ok(())
+}
+
+/// Where an answer ends before its end.
+struct Cut {
+    after: usize,
+    /// Whether the connection stays.
+    stays: bool,
 }
 
 struct Answer {
@@ -165,7 +197,7 @@ impl Answer {
 }
 
 impl State {
-    fn answer(&mut self, request: &Request, elsewhere: &str) -> (Answer, Option<usize>) {
+    fn answer(&mut self, request: &Request, elsewhere: &str) -> (Answer, Option<Cut>) {
         let path = request.path.clone();
         if let Some(rest) = path.strip_prefix("/api/models/") {
             return (self.list(rest), None);
@@ -216,8 +248,8 @@ impl State {
         Answer { status: 200, headers: vec![("Content-Type", "application/json".into())], body }
     }
 
-    /// The content of a file or what a range asks for, and after how many bytes the connection ends.
-    fn content(&mut self, file: &str, request: &Request) -> (Answer, Option<usize>) {
+    /// The content of a file or what a range asks for, and where that ends early.
+    fn content(&mut self, file: &str, request: &Request) -> (Answer, Option<Cut>) {
         let faults = match self.faults.get_mut(file) {
             Some((times, faults)) if *times > 0 => {
                 *times -= 1;
@@ -226,15 +258,21 @@ impl State {
             _ => Vec::new(),
         };
         let mut content = self.files[file].clone();
-        let (mut drop_after, mut stuck, mut ranges) = (None, None, true);
+        let (mut drop_after, mut stuck, mut stays, mut ranges) = (None, None, false, true);
         for fault in faults {
             match fault {
                 Fault::Drop(bytes) => drop_after = Some(bytes),
                 Fault::Stuck(at) => stuck = Some(at),
+                Fault::Silent(at) => (stuck, stays) = (Some(at), true),
                 Fault::Short(bytes) => content.truncate(bytes),
                 Fault::Wrong(at) => content[at] ^= 1,
                 Fault::NoRanges => ranges = false,
                 Fault::Status(status, code) => return (Answer::error(status, code), None),
+                Fault::Busy(when) => {
+                    let mut answer = Answer::error(429, "");
+                    answer.headers.push(("Retry-After", when.into()));
+                    return (answer, None);
+                }
             }
         }
         let from = request.header("range").filter(|_| ranges).and_then(|range| {
@@ -249,6 +287,6 @@ impl State {
                 Answer { status: 206, headers: vec![("Content-Range", range)], body: content[from..].to_vec() }
             }
         };
-        (answer, drop_after)
+        (answer, drop_after.map(|after| Cut { after, stays }))
     }
 }

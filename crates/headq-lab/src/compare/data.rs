@@ -152,7 +152,7 @@ pub struct Ratio {
     /// Geometric mean over heads of each head's ratio, in which all heads count the same. Heads without error in either row are left
     /// out.
     pub by_head: Estimate,
-    /// Share of heads in which the error is smaller; of equals, half.
+    /// Share of heads in which the error is smaller; of equals, half. `null` where all are equal, as in the first row against itself.
     pub heads_better: Option<f64>,
 }
 

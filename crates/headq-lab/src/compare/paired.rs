@@ -131,7 +131,8 @@ fn heads_better(heads: &[Head]) -> Option<f64> {
         Some(std::cmp::Ordering::Equal) => 0.5,
         _ => 0.0,
     };
-    (!heads.is_empty()).then(|| heads.iter().map(won).sum::<f64>() / heads.len() as f64)
+    let differs = heads.iter().any(|h| h.own != h.other);
+    differs.then(|| heads.iter().map(won).sum::<f64>() / heads.len() as f64)
 }
 
 #[cfg(test)]
@@ -187,7 +188,7 @@ mod tests {
         let exactly = |value| Estimate { estimate: Some(value), low: Some(value), high: Some(value) };
         assert_eq!((same.nll, same.captured), (exactly(0.0), exactly(0.0)));
         for ratio in [same.fisher, same.kl, same.output_error] {
-            assert_eq!((ratio.of_means, ratio.by_head, ratio.heads_better), (exactly(1.0), exactly(1.0), Some(0.5)));
+            assert_eq!((ratio.of_means, ratio.by_head, ratio.heads_better), (exactly(1.0), exactly(1.0), None));
         }
         assert_eq!((same.key_mse.of_means, same.key_mse.heads_better), (Estimate::default(), None));
     }

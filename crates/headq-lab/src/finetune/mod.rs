@@ -59,6 +59,9 @@ pub struct Settings {
     /// Optimizer steps for each layer.
     #[serde(default = "defaults::steps")]
     pub steps: usize,
+    /// Passes over the training windows instead of steps.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub epochs: Option<usize>,
     /// Peak learning rate. Columns of U and W have a norm near 1.
     #[serde(default = "defaults::lr")]
     pub lr: f64,
@@ -125,6 +128,7 @@ impl Default for Settings {
             loss: defaults::loss(),
             init: defaults::init(),
             steps: defaults::steps(),
+            epochs: None,
             lr: defaults::lr(),
             warmup: defaults::warmup(),
             batch: defaults::batch(),
@@ -153,6 +157,7 @@ impl Settings {
         }
         let counts = [
             ("steps", self.steps),
+            ("epochs", self.epochs.unwrap_or(1)),
             ("batch", self.batch),
             ("measure_every", self.measure_every),
             ("patience", self.patience),
@@ -162,6 +167,12 @@ impl Settings {
             Some((name, _)) => Err(format!("{name}: expected at least 1, found 0")),
             None => Ok(()),
         }
+    }
+
+    /// The same in steps, where it is in passes over so many training windows.
+    fn in_steps(&self, windows: usize) -> Option<Self> {
+        let steps = self.epochs?.saturating_mul(windows.max(1).div_ceil(self.batch));
+        Some(Self { steps, epochs: None, ..self.clone() })
     }
 
     /// Fails where a scheme's keys cannot be trained in this way.
@@ -207,7 +218,7 @@ impl Settings {
 }
 
 /// What a fine-tuning is asked to do.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Request<'a> {
     /// Frozen model.
     pub model: &'a LanguageModel,
@@ -297,6 +308,9 @@ impl Request<'_> {
     pub fn run(&self, folder: &Path, observer: &dyn Observer) -> Result<Finetuned, LabError> {
         let key = check_scheme(&self.scheme, self.stats)?;
         self.settings.check().map_err(LabError::Usage)?;
+        if let Some(settings) = self.settings.in_steps(count(self.train)) {
+            return Request { settings: &settings, ..self.clone() }.run(folder, observer);
+        }
         self.settings.check_key(&key)?;
         let quantizers = self.quantizers(&key)?;
         self.check_windows(&quantizers[0])?;
@@ -315,7 +329,7 @@ impl Request<'_> {
             Err(error @ LabError::Training { .. }) => return Err(state.discard().err().unwrap_or(error)),
             other => other?,
         };
-        let late = warnings::after(self, &trained);
+        let late = warnings::after(self.settings.lr, &trained);
         late.iter().for_each(|warning| tracing::warn!("{warning}"));
         warnings.extend(late);
         let summary = self.summary(&trained, warnings);

@@ -118,9 +118,8 @@ impl StateFolder {
             Ok(entries.iter().map(std::fs::DirEntry::path).collect())
         };
         if file.exists() {
-            let bytes = std::fs::read(&file).map_err(LabError::io(&file))?;
-            match serde_json::from_slice::<Manifest>(&bytes) {
-                Ok(found) if found == *manifest => {}
+            match crate::run::kept::<Manifest>(&file, "the fine-tuning")? {
+                Some(found) if found == *manifest => {}
                 _ => {
                     return Err(fail(
                         "holds a fine-tuning of another model, text, scheme or settings; remove the folder, or name another",

@@ -47,8 +47,8 @@ pub fn before(request: &Request, key: &KeyScheme, settled: &[Vec<usize>]) -> Vec
     [one_window, full_rank, nothing].into_iter().flatten().collect()
 }
 
-/// What can be said at the end.
-pub fn after(request: &Request, trained: &[LayerTrained]) -> Vec<String> {
+/// What can be said at the end of training at a learning rate.
+pub fn after(lr: f64, trained: &[LayerTrained]) -> Vec<String> {
     let gained = trained.iter().any(|t| t.best_loss.iter().zip(&t.initial_loss).any(|(best, initial)| best < initial));
     let idle = trained.iter().all(|t| t.steps == 0);
     let message = if idle {
@@ -56,9 +56,8 @@ pub fn after(request: &Request, trained: &[LayerTrained]) -> Vec<String> {
             .to_string()
     } else {
         format!(
-            "no head got better on the held-out windows than its initial basis, which is what is saved; give a learning rate below {}, or \
-             more windows to train on",
-            request.settings.lr
+            "no head got better on the held-out windows than its initial basis, which is what is saved; give a learning rate below {lr}, \
+             or more windows to train on"
         )
     };
     let worse = trained
@@ -92,4 +91,47 @@ pub fn settled(layer: &LayerStats, scope: Scope) -> Vec<usize> {
         size(&queries) == 0.0 || !varies
     };
     (0..heads).filter(|&head| still(head)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::train::Point;
+    use super::*;
+
+    /// A layer of two heads after so many steps, with its held-out losses: without a correction, at first, and of what is saved.
+    fn layer(steps: usize, uncorrected: [f64; 2], initial: [f64; 2], best: [f64; 2]) -> LayerTrained {
+        LayerTrained {
+            best: Point { decoder: vec![1.0; 4], encoder: None, clip: None, base_clip: None },
+            uncorrected_loss: uncorrected.to_vec(),
+            initial_loss: initial.to_vec(),
+            best_loss: best.to_vec(),
+            measurements: Vec::new(),
+            steps,
+            seconds: 0.0,
+        }
+    }
+
+    #[test]
+    fn a_basis_that_does_harm_is_warned_of() {
+        let good = layer(9, [0.5, 0.5], [0.3, 0.3], [0.2, 0.1]);
+        let bad = layer(9, [0.5, 0.1], [0.4, 0.3], [0.3, 0.2]);
+        assert_eq!(after(0.01, &[good]), Vec::<String>::new());
+        let said = after(0.01, &[layer(9, [0.5, 0.5], [0.3, 0.3], [0.2, 0.1]), bad]);
+        assert_eq!(said.len(), 1, "{said:?}");
+        assert!(said[0].starts_with("1 of 4 held-out losses are worse with the trained basis than with no correction"));
+        assert!(said[0].ends_with("do without it, or train longer"));
+    }
+
+    #[test]
+    fn training_that_gains_nothing_is_warned_of() {
+        let none = after(0.25, &[layer(9, [0.5, 0.5], [0.3, 0.3], [0.3, 0.3])]);
+        assert!(
+            matches!(&none[..], [one] if one.contains("no head got better") && one.contains("below 0.25")),
+            "{none:?}"
+        );
+        let harmful = after(0.25, &[layer(9, [0.1, 0.5], [0.3, 0.3], [0.3, 0.3])]);
+        assert!(matches!(&harmful[..], [_, two] if two.starts_with("1 of 2 held-out losses")), "{harmful:?}");
+        let idle = after(0.25, &[layer(0, [0.0, 0.0], [0.0, 0.0], [0.0, 0.0])]);
+        assert!(matches!(&idle[..], [one] if one.starts_with("nothing to learn")), "{idle:?}");
+    }
 }

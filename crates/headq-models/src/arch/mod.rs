@@ -44,7 +44,7 @@ impl Architecture {
     pub(crate) fn from_config(f: &Fields) -> Result<&'static Self, ModelError> {
         let found = f.text("model_type")?;
         found.and_then(Self::by_name).ok_or_else(|| ModelError::UnknownArchitecture {
-            file: f.file.into(),
+            file: f.source("model_type").into(),
             key: "model_type".into(),
             found: found.map_or("(no such key)".into(), |name| format!("{name:?}")),
             known: Self::known(),

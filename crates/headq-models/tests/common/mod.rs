@@ -61,11 +61,13 @@ pub fn host<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
     tensor.into_data().as_slice::<f32>().unwrap().to_vec()
 }
 
+/// Returns the greatest difference.
 #[track_caller]
-pub fn assert_close(what: &str, found: &[f32], expected: &[f32], bound: f32) {
+pub fn assert_close(what: &str, found: &[f32], expected: &[f32], bound: f32) -> f32 {
     assert_eq!(found.len(), expected.len(), "{what}");
     let worst = found.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
     assert!(worst <= bound, "{what}: differs by {worst:e}, allowed {bound:e}");
+    worst
 }
 
 /// `expected.safetensors` of a fixture: what transformers computed.

@@ -197,8 +197,11 @@ impl Reader<'_> {
         graph: &GraphProto,
     ) -> Result<Bytes, ModelError> {
         let location = entry(tensor, "location").unwrap_or("");
+        if location.is_empty() {
+            return Err(self.corrupt(name, "has external data without the file that it is in (an empty location)"));
+        }
         let inside = |c: Component| matches!(c, Component::Normal(_) | Component::CurDir);
-        if location.is_empty() || !Path::new(location).components().all(inside) {
+        if !Path::new(location).components().all(inside) {
             let what = format!("external data outside the model's folder (tensor `{name}` in {location:?})");
             return Err(unsupported(self.file, what, "export the model with its data beside it"));
         }

@@ -68,7 +68,7 @@ impl<'a> Node<'a> {
 
     /// For messages.
     pub fn label(&self) -> String {
-        format!("{} (node `{}`)", self.op(), self.proto.name)
+        format!("{} ({})", self.op(), named(self.proto))
     }
 }
 
@@ -310,11 +310,19 @@ pub(super) fn numbers(constant: &Constant) -> Option<Vec<f64>> {
     Some(values.into_iter().map(|x| x.to_string().parse().unwrap_or_else(|_| f64::from(x))).collect())
 }
 
+/// A node by its name, or by what it gives where it has none.
+fn named(node: &NodeProto) -> String {
+    match (node.name.as_str(), node.output.first()) {
+        ("", Some(output)) => format!("the node that gives `{output}`"),
+        (name, _) => format!("node `{name}`"),
+    }
+}
+
 fn check_operator(file: &str, node: &NodeProto) -> Result<(), ModelError> {
     let op = node.op_type.as_str();
     let standard = node.domain.is_empty() || node.domain == "ai.onnx";
     let label = if standard { op.to_owned() } else { format!("{}::{op}", node.domain) };
-    let what = |kind: &str| format!("{kind} {label} (node `{}`)", node.name);
+    let what = |kind: &str| format!("{kind} {label} ({})", named(node));
     if QUANTIZED.contains(&op) {
         let hint = "weights in fewer bits cannot be imported from ONNX; export the model in f32, f16 or bf16";
         return Err(unsupported(file, what("operator"), hint));
