@@ -286,6 +286,8 @@ fn every_device_compares_as_flex_does() {
             "/device" => None,
             // Between numbers that differ in the third digit.
             path if path.ends_with("/heads_better") => None,
+            // An end of a bootstrap interval over a few windows moves as far as the most extreme of them does.
+            path if path.ends_with("/low") || path.ends_with("/high") => Some((2e-2, 1e-2)),
             _ => Some((2e-2, 2e-3)),
         });
         println!("compared as on flex: {device}, {numbers} numbers");

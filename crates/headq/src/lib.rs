@@ -25,7 +25,7 @@
 //! The equation numbers are those of the project's design notes: E2 Fisher error, E3 attention KL, E4 storage MSE, E5 readout error,
 //! E6 its diagonal surrogate, E7 output error, E8 excess perplexity removed, E9 corrected scores, E10 streaming semantics.
 
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 pub mod attention;
 pub mod basis;

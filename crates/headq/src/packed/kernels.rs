@@ -2,9 +2,13 @@
 //!
 //! Every loop works on sixteen lanes with fused multiply-adds in a fixed order, on whatever instruction set there is ([`super::simd`]).
 
+use half::f16;
+use half::slice::HalfFloatSliceExt;
+
 use crate::kernels::{exp32, vectorized};
 
 use super::keys::Run;
+use super::prefetch::prefetch;
 use super::rows::{LANES, row_bytes, with_bits};
 use super::simd::{Element, Kernel, Lane, Machine, dispatch};
 
@@ -12,8 +16,6 @@ use super::simd::{Element, Kernel, Lane, Machine, dispatch};
 pub(super) const TILE: usize = 64;
 /// Query heads of a group that are handled together; larger groups are split.
 pub(super) const MOST_QUERIES: usize = 4;
-/// Rows of value channels that are accumulated together.
-const VALUE_ROWS: usize = 2;
 
 /// Runs `$body` with `$N` the number of queries as a constant.
 macro_rules! with_count {
@@ -59,24 +61,62 @@ fn numbers<M: Machine, const B: u32, const LEVELS: bool>(m: M, row: &[u8], level
     if LEVELS { m.levels::<B>(row, levels) } else { m.codes::<B>(row) }
 }
 
+/// Runs `$body` with `$R` the number of rows as a constant, for the usual head widths, and 0 for others.
+macro_rules! with_rows {
+    ($rows:expr, $R:ident => $body:expr) => {
+        match $rows {
+            4 => {
+                const $R: usize = 4;
+                $body
+            }
+            8 => {
+                const $R: usize = 8;
+                $body
+            }
+            _ => {
+                const $R: usize = 0;
+                $body
+            }
+        }
+    };
+}
+
+/// The rows of each query's weights.
+#[inline(always)]
+fn split<const NQ: usize>(weights: &[f32], width: usize) -> [&[f32]; NQ] {
+    let mut rows = [&weights[..0]; NQ];
+    for (q, row) in rows.iter_mut().enumerate() {
+        *row = &weights[q * width..(q + 1) * width];
+    }
+    rows
+}
+
 /// Σ_c w_c · level(code_c) of the channels of a run, for NB blocks and NQ queries.
 #[inline(always)]
 fn dot_rows<M: Machine, const B: u32, const NQ: usize, const NB: usize, const LEVELS: bool>(
     m: M,
     blocks: [&[u8]; NB],
     levels: &[f32; 256],
-    weights: &[f32],
+    weights: [&[f32]; NQ],
     sums: &mut [[M::Lanes; NB]; NQ],
 ) {
     let row = row_bytes(B, LANES);
+    let channels = weights[0].len();
+    let weights = weights.map(
+        #[inline(always)]
+        |w| &w[..channels],
+    );
     let mut own = *sums;
-    let mut rows = blocks.map(|b| b.chunks_exact(row));
-    for weights in weights.chunks_exact(NQ) {
+    let mut rows = blocks.map(
+        #[inline(always)]
+        |b| b.chunks_exact(row),
+    );
+    for c in 0..channels {
         for b in 0..NB {
             let Some(codes) = rows[b].next() else { unreachable!("a row for each channel") };
             let x = numbers::<M, B, LEVELS>(m, codes, levels);
             for q in 0..NQ {
-                own[q][b] = m.mul_add(m.splat(weights[q]), x, own[q][b]);
+                own[q][b] = m.mul_add(m.splat(weights[q][c]), x, own[q][b]);
             }
         }
     }
@@ -102,13 +142,16 @@ impl FoldedBlocks<'_> {
         &self,
         m: M,
         first: usize,
-        weights: &[f32],
+        weights: [&[f32]; NQ],
         constant: &[f32; MOST_QUERIES],
         scores: &mut [f32],
     ) {
         let mut sums = [[m.splat(0.0); NB]; NQ];
         for run in self.runs {
-            let weights = &weights[run.channels.start * NQ..run.channels.end * NQ];
+            let weights = weights.map(
+                #[inline(always)]
+                |w| &w[run.channels.clone()],
+            );
             let mut blocks = [&self.codes[..0]; NB];
             for (b, block) in blocks.iter_mut().enumerate() {
                 *block = &self.codes[(first + b) * self.bytes + run.start..];
@@ -142,6 +185,7 @@ impl Kernel for FoldedScores<'_> {
     fn run<M: Machine>(self, m: M) {
         let Self { blocks, weights, constant, count, scores } = self;
         with_count!(count, NQ => {
+            let weights = split::<NQ>(weights, weights.len() / NQ);
             let mut at = 0;
             while at + 2 <= blocks.blocks {
                 blocks.add::<M, NQ, 2>(m, at, weights, constant, scores);
@@ -157,7 +201,7 @@ impl Kernel for FoldedScores<'_> {
 /// Adds constant_q + Σ_c w_qc · level(code_tc) to the scores of each block's tokens.
 ///
 /// # Shapes
-/// - `weights`: `[width, count]`; `scores`: `[count, TILE]`, the blocks' lanes from the first on
+/// - `weights`: `[count, width]`; `scores`: `[count, TILE]`, the blocks' lanes from the first on
 pub(super) fn folded_scores(
     blocks: FoldedBlocks<'_>,
     weights: &[f32],
@@ -184,6 +228,7 @@ impl TokenBlock<'_> {
     #[inline(always)]
     fn add<M: Machine, const NQ: usize>(&self, m: M, weights: &[f32], sums: &[f32], scores: &mut [f32]) {
         let stride = if self.zeros { 2 * LANES } else { LANES };
+        let weights = split::<NQ>(weights, weights.len() / NQ);
         let mut total = [m.splat(0.0); NQ];
         for (chunk, ranges) in self.ranges.chunks_exact(stride).enumerate() {
             let channels = chunk * self.channels..(chunk + 1) * self.channels;
@@ -195,7 +240,10 @@ impl TokenBlock<'_> {
                     continue;
                 }
                 let block = &self.codes[run.start + (from - run.channels.start) * row_bytes(run.bits, LANES)..];
-                let weights = &weights[from * NQ..to * NQ];
+                let weights = weights.map(
+                    #[inline(always)]
+                    |w| &w[from..to],
+                );
                 with_bits!(run.bits, B => match self.levels {
                     None => dot_rows::<M, B, NQ, 1, false>(m, [block], &NO_LEVELS, weights, &mut dots),
                     Some(levels) => dot_rows::<M, B, NQ, 1, true>(m, [block], levels, weights, &mut dots),
@@ -235,78 +283,126 @@ impl Kernel for TokenScores<'_> {
 /// Adds Σ_m (scale_tm · Σ_{c∈m} w_qc · level(code_tc) + zero_tm · Σ_{c∈m} w_qc) to the scores of a block's tokens.
 ///
 /// # Shapes
-/// - `weights`: `[width, count]`; `sums`: their sums over each chunk, `[chunks, count]`; `scores`: `[count, TILE]` from the block on
+/// - `weights`: `[count, width]`; `sums`: their sums over each chunk, `[chunks, count]`; `scores`: `[count, TILE]` from the block on
 pub(super) fn token_scores(block: TokenBlock<'_>, weights: &[f32], sums: &[f32], count: usize, scores: &mut [f32]) {
     dispatch(TokenScores { block, weights, sums, count, scores });
+}
+
+struct Fold<'a> {
+    weights: &'a [f32],
+    scale: &'a [f32],
+    zero: &'a [f32],
+    out: &'a mut [f32],
+}
+
+impl Kernel for Fold<'_> {
+    type Output = [f32; MOST_QUERIES];
+
+    #[inline(always)]
+    fn run<M: Machine>(self, m: M) -> [f32; MOST_QUERIES] {
+        let width = self.scale.len();
+        let mut constant = [0.0; MOST_QUERIES];
+        let queries = self.weights.chunks_exact(width).zip(self.out.chunks_exact_mut(width));
+        for ((weights, out), constant) in queries.zip(&mut constant) {
+            let mut sum = m.splat(0.0);
+            let (whole, rest) = weights.as_chunks::<LANES>();
+            let at = whole.len() * LANES;
+            let (out, out_rest) = out.as_chunks_mut::<LANES>();
+            let ranges = self.scale.as_chunks::<LANES>().0.iter().zip(self.zero.as_chunks::<LANES>().0);
+            for ((w, out), (scale, zero)) in whole.iter().zip(out).zip(ranges) {
+                let w = m.load(w);
+                m.store(m.mul(w, m.load(scale)), out);
+                sum = m.mul_add(w, m.load(zero), sum);
+            }
+            *constant = m.sum(sum);
+            for (i, (w, out)) in rest.iter().zip(out_rest).enumerate() {
+                *out = w * self.scale[at + i];
+                *constant = w.mul_add(self.zero[at + i], *constant);
+            }
+        }
+        constant
+    }
 }
 
 /// Folds ranges into queries: `out` = w · scale, and Σ_c w_c · zero_c of each query.
 ///
 /// # Shapes
-/// `weights`, `out`: `[width, count]`; `scale`, `zero`: `[width]`
-pub(super) fn fold(weights: &[f32], count: usize, scale: &[f32], zero: &[f32], out: &mut [f32]) -> [f32; MOST_QUERIES] {
-    #[inline(always)]
-    fn run<const NQ: usize>(weights: &[f32], scale: &[f32], zero: &[f32], out: &mut [f32]) -> [f32; MOST_QUERIES] {
-        let mut constant = [0.0; MOST_QUERIES];
-        let rows = weights.chunks_exact(NQ).zip(out.chunks_exact_mut(NQ));
-        for ((weights, out), (&scale, &zero)) in rows.zip(scale.iter().zip(zero)) {
-            for q in 0..NQ {
-                out[q] = weights[q] * scale;
-                constant[q] = weights[q].mul_add(zero, constant[q]);
-            }
-        }
-        constant
-    }
-    vectorized!(|weights: &'a [f32],
-                 count: usize,
-                 scale: &'a [f32],
-                 zero: &'a [f32],
-                 out: &'a mut [f32]|
-     -> [f32; MOST_QUERIES] { with_count!(count, NQ => run::<NQ>(weights, scale, zero, out)) })
+/// `weights`, `out`: `[count, width]`; `scale`, `zero`: `[width]`
+pub(super) fn fold(weights: &[f32], scale: &[f32], zero: &[f32], out: &mut [f32]) -> [f32; MOST_QUERIES] {
+    dispatch(Fold { weights, scale, zero, out })
 }
 
 struct DenseScores<'a, E> {
     keys: &'a [E],
+    ahead: &'a [E],
     queries: &'a [f32],
     width: usize,
     count: usize,
     scores: &'a mut [f32],
 }
 
+impl<E: Element> DenseScores<'_, E> {
+    /// Heads of R whole rows.
+    #[inline(always)]
+    fn whole<M: Machine, const NQ: usize, const R: usize>(&mut self, m: M) {
+        let mut queries = [[m.splat(0.0); R]; NQ];
+        for (queries, own) in queries.iter_mut().zip(self.queries.as_chunks::<LANES>().0.chunks_exact(R)) {
+            for (to, lane) in queries.iter_mut().zip(own) {
+                *to = m.load(lane);
+            }
+        }
+        let mut scores = self.scores.chunks_mut(TILE);
+        let mut scores: [_; NQ] = std::array::from_fn(|_| scores.next().unwrap_or_default().iter_mut());
+        let mut ahead = self.ahead.chunks(R * LANES);
+        for key in self.keys.as_chunks::<LANES>().0.as_chunks::<R>().0 {
+            prefetch(ahead.next().unwrap_or_default());
+            let mut sums = [m.splat(0.0); NQ];
+            for r in 0..R {
+                let x = E::load(m, &key[r]);
+                for q in 0..NQ {
+                    sums[q] = m.mul_add(queries[q][r], x, sums[q]);
+                }
+            }
+            for q in 0..NQ {
+                if let Some(score) = scores[q].next() {
+                    *score += m.sum(sums[q]);
+                }
+            }
+        }
+    }
+
+    /// Heads of any width.
+    #[inline(always)]
+    fn ragged<M: Machine, const NQ: usize>(&mut self, m: M) {
+        let (width, whole) = (self.width, self.width / LANES * LANES);
+        let rows = split::<NQ>(self.queries, width);
+        for (token, key) in self.keys.chunks_exact(width).enumerate() {
+            let mut sums = [m.splat(0.0); NQ];
+            for at in (0..whole).step_by(LANES) {
+                let x = E::load(m, lane(key, at));
+                for q in 0..NQ {
+                    sums[q] = m.mul_add(m.load(lane(rows[q], at)), x, sums[q]);
+                }
+            }
+            for q in 0..NQ {
+                let rest = key[whole..].iter().zip(&rows[q][whole..]);
+                let rest = rest.fold(0.0f32, |sum, (x, w)| w.mul_add(x.wide(), sum));
+                self.scores[q * TILE + token] += m.sum(sums[q]) + rest;
+            }
+        }
+    }
+}
+
 impl<E: Element> Kernel for DenseScores<'_, E> {
     type Output = ();
 
     #[inline(always)]
-    fn run<M: Machine>(self, m: M) {
-        #[inline(always)]
-        fn run<M: Machine, E: Element, const NQ: usize>(
-            m: M,
-            keys: &[E],
-            queries: &[f32],
-            width: usize,
-            scores: &mut [f32],
-        ) {
-            let whole = width / LANES * LANES;
-            let mut rows = [&queries[..0]; NQ];
-            for (q, row) in rows.iter_mut().enumerate() {
-                *row = &queries[q * width..(q + 1) * width];
-            }
-            for (token, key) in keys.chunks_exact(width).enumerate() {
-                let mut sums = [m.splat(0.0); NQ];
-                for at in (0..whole).step_by(LANES) {
-                    let x = E::load(m, lane(key, at));
-                    for q in 0..NQ {
-                        sums[q] = m.mul_add(m.load(lane(rows[q], at)), x, sums[q]);
-                    }
-                }
-                for q in 0..NQ {
-                    let rest = key[whole..].iter().zip(&rows[q][whole..]);
-                    let rest = rest.fold(0.0f32, |sum, (x, w)| w.mul_add(x.wide(), sum));
-                    scores[q * TILE + token] += m.sum(sums[q]) + rest;
-                }
-            }
-        }
-        with_count!(self.count, NQ => run::<M, E, NQ>(m, self.keys, self.queries, self.width, self.scores))
+    fn run<M: Machine>(mut self, m: M) {
+        let rows = if self.width.is_multiple_of(LANES) { self.width / LANES } else { 0 };
+        with_count!(self.count, NQ => with_rows!(rows, R => match R {
+            0 => self.ragged::<M, NQ>(m),
+            _ => self.whole::<M, NQ, { if R == 0 { 1 } else { R } }>(m),
+        }))
     }
 }
 
@@ -314,12 +410,21 @@ impl<E: Element> Kernel for DenseScores<'_, E> {
 ///
 /// # Shapes
 /// - `keys`: `[tokens, width]`; `queries`: `[count, width]`; `scores`: `[count, TILE]` from the first token on
-pub(super) fn dense_scores<E: Element>(keys: &[E], queries: &[f32], width: usize, count: usize, scores: &mut [f32]) {
-    dispatch(DenseScores { keys, queries, width, count, scores });
+/// - `ahead`: what is read next, fetched meanwhile
+pub(super) fn dense_scores<E: Element>(
+    keys: &[E],
+    ahead: &[E],
+    queries: &[f32],
+    width: usize,
+    count: usize,
+    scores: &mut [f32],
+) {
+    dispatch(DenseScores { keys, ahead, queries, width, count, scores });
 }
 
 struct DenseValues<'a, E> {
     values: &'a [E],
+    ahead: &'a [E],
     p: &'a [f32],
     width: usize,
     count: usize,
@@ -330,11 +435,21 @@ impl<E: Element> DenseValues<'_, E> {
     #[inline(always)]
     fn columns<M: Machine, const NQ: usize, const NR: usize>(&mut self, m: M, start: usize) {
         let mut sums = [[m.splat(0.0); NR]; NQ];
-        for (token, value) in self.values.chunks_exact(self.width).enumerate() {
+        let mut p = self.p.chunks(TILE);
+        let mut p: [_; NQ] = std::array::from_fn(|_| p.next().unwrap_or_default().iter());
+        // Each pass over columns asks for as many of the next ones.
+        let mut ahead = self.ahead.chunks(self.width);
+        for value in self.values.chunks_exact(self.width) {
+            prefetch(ahead.next().and_then(|next| next.get(start..start + NR * LANES)).unwrap_or_default());
+            let value = value[start..start + NR * LANES].as_chunks::<LANES>().0;
+            let mut weights = [m.splat(0.0); NQ];
+            for q in 0..NQ {
+                weights[q] = m.splat(p[q].next().copied().unwrap_or_default());
+            }
             for r in 0..NR {
-                let x = E::load(m, lane(value, start + r * LANES));
+                let x = E::load(m, &value[r]);
                 for q in 0..NQ {
-                    sums[q][r] = m.mul_add(m.splat(self.p[q * TILE + token]), x, sums[q][r]);
+                    sums[q][r] = m.mul_add(weights[q], x, sums[q][r]);
                 }
             }
         }
@@ -349,9 +464,15 @@ impl<E: Element> DenseValues<'_, E> {
     fn all<M: Machine, const NQ: usize>(&mut self, m: M) {
         let width = self.width;
         let mut start = 0;
-        while start + VALUE_ROWS * LANES <= width {
-            self.columns::<M, NQ, VALUE_ROWS>(m, start);
-            start += VALUE_ROWS * LANES;
+        if M::MANY {
+            while start + 4 * LANES <= width {
+                self.columns::<M, NQ, 4>(m, start);
+                start += 4 * LANES;
+            }
+        }
+        while start + 2 * LANES <= width {
+            self.columns::<M, NQ, 2>(m, start);
+            start += 2 * LANES;
         }
         while start + LANES <= width {
             self.columns::<M, NQ, 1>(m, start);
@@ -379,8 +500,16 @@ impl<E: Element> Kernel for DenseValues<'_, E> {
 ///
 /// # Shapes
 /// - `values`: `[tokens, width]`; `p`: `[count, TILE]` from the first token on; `out`: `[count, width]`
-pub(super) fn dense_values<E: Element>(values: &[E], p: &[f32], width: usize, count: usize, out: &mut [f32]) {
-    dispatch(DenseValues { values, p, width, count, out });
+/// - `ahead`: what is read next, fetched meanwhile
+pub(super) fn dense_values<E: Element>(
+    values: &[E],
+    ahead: &[E],
+    p: &[f32],
+    width: usize,
+    count: usize,
+    out: &mut [f32],
+) {
+    dispatch(DenseValues { values, ahead, p, width, count, out });
 }
 
 /// Values of consecutive tokens in codes of one width, with ranges for chunks of whole rows.
@@ -408,20 +537,23 @@ impl CodedValues<'_> {
         let row = row_bytes(B, LANES);
         let token_bytes = self.width / LANES * row;
         let chunks = self.width / self.channels;
-        let mut chunk = [0usize; NR];
-        for (r, chunk) in chunk.iter_mut().enumerate() {
-            *chunk = 2 * ((first + r) * LANES / self.channels);
-        }
+        let chunk: [usize; NR] = std::array::from_fn(|r| (first + r) * LANES / self.channels);
         let mut sums = [[m.splat(0.0); NR]; NQ];
-        let tokens = self.codes.chunks_exact(token_bytes).zip(self.ranges.chunks_exact(2 * chunks));
-        for (token, (codes, ranges)) in tokens.enumerate() {
-            let codes = &codes[first * row..][..NR * row];
+        let mut p = p.chunks(TILE);
+        let mut p: [_; NQ] = std::array::from_fn(|_| p.next().unwrap_or_default().iter());
+        let ranges = self.ranges.as_chunks::<2>().0.chunks_exact(chunks);
+        for (codes, ranges) in self.codes.chunks_exact(token_bytes).zip(ranges) {
+            let codes = &codes[first * row..(first + NR) * row];
+            let mut weights = [m.splat(0.0); NQ];
+            for q in 0..NQ {
+                weights[q] = m.splat(p[q].next().copied().unwrap_or_default());
+            }
             for r in 0..NR {
-                let range = &ranges[chunk[r]..chunk[r] + 2];
+                let [scale, zero] = ranges[chunk[r]];
                 let x = numbers::<M, B, false>(m, &codes[r * row..(r + 1) * row], &NO_LEVELS);
-                let x = m.mul_add(x, m.splat(range[0]), m.splat(range[1]));
+                let x = m.mul_add(x, m.splat(scale), m.splat(zero));
                 for q in 0..NQ {
-                    sums[q][r] = m.mul_add(m.splat(p[q * TILE + token]), x, sums[q][r]);
+                    sums[q][r] = m.mul_add(weights[q], x, sums[q][r]);
                 }
             }
         }
@@ -436,9 +568,15 @@ impl CodedValues<'_> {
     fn all<M: Machine, const B: u32, const NQ: usize>(&self, m: M, p: &[f32], out: &mut [f32]) {
         let rows = self.width / LANES;
         let mut first = 0;
-        while first + VALUE_ROWS <= rows {
-            self.columns::<M, B, NQ, VALUE_ROWS>(m, p, first, out);
-            first += VALUE_ROWS;
+        if M::MANY {
+            while first + 4 <= rows {
+                self.columns::<M, B, NQ, 4>(m, p, first, out);
+                first += 4;
+            }
+        }
+        while first + 2 <= rows {
+            self.columns::<M, B, NQ, 2>(m, p, first, out);
+            first += 2;
         }
         while first < rows {
             self.columns::<M, B, NQ, 1>(m, p, first, out);
@@ -551,4 +689,33 @@ impl Kernel for MatrixVector<'_> {
 /// y = M x for a row-major M of `x.len()` columns.
 pub(super) fn matrix_vector(matrix: &[f32], x: &[f32], y: &mut [f32]) {
     dispatch(MatrixVector { matrix, x, y });
+}
+
+struct Widen<'a> {
+    halves: &'a [f16],
+    wide: &'a mut [f32],
+}
+
+impl Kernel for Widen<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<M: Machine>(self, m: M) {
+        if !M::HALVES {
+            return self.halves.convert_to_f32_slice(self.wide);
+        }
+        let (halves, rest) = self.halves.as_chunks::<LANES>();
+        let (wide, wide_rest) = self.wide.as_chunks_mut::<LANES>();
+        for (halves, wide) in halves.iter().zip(wide) {
+            m.store(m.widen(halves), wide);
+        }
+        for (half, wide) in rest.iter().zip(wide_rest) {
+            *wide = half.to_f32();
+        }
+    }
+}
+
+/// Halves as single precision.
+pub(super) fn widen(halves: &[f16], wide: &mut [f32]) {
+    dispatch(Widen { halves, wide });
 }

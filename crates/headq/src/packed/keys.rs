@@ -9,6 +9,7 @@ use std::sync::Arc;
 use super::file::Part;
 use super::kernels::{self, MOST_QUERIES, TILE};
 use super::paged::Paged;
+use super::prefetch::prefetch;
 use super::reals::{DenseType, Reals};
 use super::rows::{LANES, get, put, row_bytes};
 
@@ -76,17 +77,15 @@ pub(super) struct KeyCodes {
 /// The queries of a group that are handled together, as a vector loop reads them.
 #[derive(Debug, Default, Clone)]
 pub(super) struct Queries {
-    /// `[width, count]`
+    /// `[count, width]`
     pub weights: Vec<f32>,
     pub count: usize,
-    /// One query on its way.
-    pub turned: Vec<f32>,
 }
 
 /// Buffers of one thread.
 #[derive(Debug, Default)]
 pub(super) struct Folded {
-    /// Query times scale: `[width, count]`.
+    /// Query times scale: `[count, width]`.
     weights: Vec<f32>,
     /// Query times zero, summed, for each query.
     constant: [f32; MOST_QUERIES],
@@ -246,6 +245,17 @@ impl KeyCodes {
         move |channel| (record[channel], record[width + channel])
     }
 
+    /// Starts to fetch what [`KeyCodes::add_scores`] reads of some tokens of a tile.
+    pub fn prefetch(&self, head: usize, tokens: &Range<usize>) {
+        let blocks = tokens.start / LANES..tokens.end.div_ceil(LANES);
+        prefetch(self.codes.run(head, blocks.clone()));
+        match &self.ranges {
+            Ranges::Fixed { .. } => {}
+            Ranges::Group { group, values } => values.raw(head, tokens.start / group..tokens.end.div_ceil(*group)).prefetch(),
+            Ranges::Token { values, .. } => values.raw(head, blocks).prefetch(),
+        }
+    }
+
     /// Adds the scores of up to a tile of blocks to `scores` `[count, TILE]`; lanes past the last token get what they get.
     ///
     /// `blocks` begin at a multiple of a tile's.
@@ -343,7 +353,7 @@ impl KeyCodes {
 impl Folded {
     fn fold(&mut self, queries: &Queries, scale: &[f32], zero: &[f32]) {
         self.weights.resize(queries.weights.len(), 0.0);
-        self.constant = kernels::fold(&queries.weights, queries.count, scale, zero, &mut self.weights);
+        self.constant = kernels::fold(&queries.weights, scale, zero, &mut self.weights);
     }
 
     fn fold_group(&mut self, queries: &Queries, values: &Reals, head: usize, group: usize, width: usize) {
@@ -351,18 +361,17 @@ impl Folded {
         let ranges = values.run(head, group..group + 1, &mut record);
         let (scale, zero) = ranges.split_at(width);
         self.weights.resize(queries.weights.len(), 0.0);
-        self.constant = kernels::fold(&queries.weights, queries.count, scale, zero, &mut self.weights);
+        self.constant = kernels::fold(&queries.weights, scale, zero, &mut self.weights);
         self.record = record;
     }
 
     /// The sum of each chunk's query channels, `[chunks, count]`, in `weights`.
     fn sum_chunks(&mut self, queries: &Queries, channels: usize) {
-        let count = queries.count;
+        let width = queries.weights.len() / queries.count;
         self.weights.clear();
-        for chunk in queries.weights.chunks(channels * count) {
-            for q in 0..count {
-                self.weights.push(chunk.iter().skip(q).step_by(count).sum());
-            }
+        for chunk in (0..width).step_by(channels) {
+            let sum = |query: &[f32]| query[chunk..chunk + channels].iter().sum::<f32>();
+            self.weights.extend(queries.weights.chunks(width).map(sum));
         }
     }
 }

@@ -67,9 +67,9 @@ struct QueryGroup {
     count: usize,
     /// Scaled: `[count, head_dim]`.
     plain: Vec<f32>,
-    /// As base codes are scored: `[head_dim, count]`.
+    /// As base codes are scored: `[count, head_dim]`.
     base: Queries,
-    /// qU: `[rank, count]`, or one after the other `[count][rank, 1]` where each query head has its own.
+    /// qU: `[count, rank]`, or one after the other `[count][1, rank]` where each query head has its own.
     side: Vec<Queries>,
 }
 
@@ -423,7 +423,7 @@ impl PackedLayer {
                 let from = sinks + (at - sinks) / TILE * TILE;
                 from..(from + TILE).min(self.len())
             };
-            self.score_tile(group, tile.clone(), &mut scores, buffers);
+            self.score_tile(group, tile.clone(), self.keys.ahead(group.kv_head, &(0..0)), &mut scores, buffers);
             for j in at..tile.end {
                 let of = |q: usize| (scores[q * TILE + j - tile.start] - reading[q].0).exp() / reading[q].1;
                 masses[(j - start) * heads + group.kv_head] += (0..group.count).map(|q| of(q).powi(2)).sum::<f32>();
@@ -491,7 +491,10 @@ impl PackedLayer {
             let to = if at < sinks { (at + TILE).min(sinks) } else { at + TILE - (at - sinks) % TILE };
             let tile = at..to.min(tokens.end);
             at = tile.end;
-            self.score_tile(group, tile.clone(), &mut scores, buffers);
+            let next = at..(at + TILE).min(self.len());
+            self.prefetch_codes(group, &next);
+            let values = self.values.ahead(group.kv_head, &tile);
+            self.score_tile(group, tile.clone(), values, &mut scores, buffers);
             if tile.end <= first {
                 continue;
             }
@@ -500,14 +503,37 @@ impl PackedLayer {
                 scores[..first.saturating_sub(tile.start)].fill(f32::NEG_INFINITY);
                 kernels::online_softmax(scores, &mut max[q], &mut sum[q], &mut out[q * d..(q + 1) * d]);
             }
-            self.read_tile(group, tile, &scores, out, buffers);
+            let keys = self.keys.ahead(group.kv_head, &next);
+            self.read_tile(group, tile, keys, &scores, out, buffers);
         }
         partial[..MOST_QUERIES].copy_from_slice(&max);
         partial[MOST_QUERIES..2 * MOST_QUERIES].copy_from_slice(&sum);
     }
 
-    /// Scores of a tile's tokens: `[count, TILE]`.
-    fn score_tile(&self, group: &QueryGroup, tile: Range<usize>, scores: &mut [f32], buffers: &mut Buffers) {
+    /// Starts to fetch the codes of a tile.
+    fn prefetch_codes(&self, group: &QueryGroup, tile: &Range<usize>) {
+        let tokens = self.keys.coded_of(tile);
+        if let Some(codes) = self.key_codes.as_ref().filter(|_| !tokens.is_empty()) {
+            codes.prefetch(group.kv_head, &tokens);
+            if let Some(side) = self.side.as_ref().filter(|side| !side.by_query_head) {
+                side.codes.prefetch(group.kv_head, &tokens);
+            }
+        }
+        let tokens = self.values.coded_of(tile);
+        if let Some(codes) = self.value_codes.as_ref().filter(|_| !tokens.is_empty()) {
+            codes.prefetch(group.kv_head, &tokens);
+        }
+    }
+
+    /// Scores of a tile's tokens: `[count, TILE]`; `ahead` is what is read next.
+    fn score_tile(
+        &self,
+        group: &QueryGroup,
+        tile: Range<usize>,
+        ahead: Run<'_>,
+        scores: &mut [f32],
+        buffers: &mut Buffers,
+    ) {
         scores.fill(0.0);
         let d = self.shape.head_dim;
         for (offset, place) in self.keys.places(tile) {
@@ -548,17 +574,27 @@ impl PackedLayer {
                 }
                 dense => self.keys.each_dense(group.kv_head, &dense, |before, keys| {
                     let scores = &mut scores[offset + before..];
-                    match keys {
-                        Run::F16(keys) => kernels::dense_scores(keys, &group.plain, d, group.count, scores),
-                        Run::F32(keys) => kernels::dense_scores(keys, &group.plain, d, group.count, scores),
+                    let (queries, count) = (&group.plain, group.count);
+                    match (keys, &ahead) {
+                        (Run::F16(keys), Run::F16(next)) => kernels::dense_scores(keys, next, queries, d, count, scores),
+                        (Run::F32(keys), Run::F32(next)) => kernels::dense_scores(keys, next, queries, d, count, scores),
+                        _ => unreachable!("keys and values are held alike"),
                     }
                 }),
             }
         }
     }
 
-    /// Adds Σp·v of a tile's tokens to `out` `[count, head_dim]`.
-    fn read_tile(&self, group: &QueryGroup, tile: Range<usize>, p: &[f32], out: &mut [f32], buffers: &mut Buffers) {
+    /// Adds Σp·v of a tile's tokens to `out` `[count, head_dim]`; `ahead` is what is read next.
+    fn read_tile(
+        &self,
+        group: &QueryGroup,
+        tile: Range<usize>,
+        ahead: Run<'_>,
+        p: &[f32],
+        out: &mut [f32],
+        buffers: &mut Buffers,
+    ) {
         let d = self.shape.head_dim;
         for (offset, place) in self.values.places(tile) {
             match place {
@@ -567,10 +603,11 @@ impl PackedLayer {
                     codes.add_values(group.kv_head, tokens, &p[offset..], group.count, &mut buffers.values, out);
                 }
                 dense => self.values.each_dense(group.kv_head, &dense, |before, values| {
-                    let p = &p[offset + before..];
-                    match values {
-                        Run::F16(values) => kernels::dense_values(values, p, d, group.count, out),
-                        Run::F32(values) => kernels::dense_values(values, p, d, group.count, out),
+                    let (p, count) = (&p[offset + before..], group.count);
+                    match (values, &ahead) {
+                        (Run::F16(values), Run::F16(next)) => kernels::dense_values(values, next, p, d, count, out),
+                        (Run::F32(values), Run::F32(next)) => kernels::dense_values(values, next, p, d, count, out),
+                        _ => unreachable!("keys and values are held alike"),
                     }
                 }),
             }
@@ -635,22 +672,20 @@ impl PackedLayer {
 }
 
 impl Queries {
-    /// y = Mx of each query, transposed: `[rows, count]`; `None` is the identity.
+    /// y = Mx of each query: `[count, rows]`; `None` is the identity.
     fn turn(&mut self, matrix: Option<&[f32]>, plain: &[f32], width: usize, count: usize) {
         self.count = count;
-        let rows = matrix.map_or(width, |m| m.len() / width);
-        self.weights.resize(rows * count, 0.0);
-        self.turned.resize(rows, 0.0);
-        for (q, plain) in plain.chunks(width).enumerate() {
-            let plain = match matrix {
-                None => plain,
-                Some(matrix) => {
-                    kernels::matrix_vector(matrix, plain, &mut self.turned);
-                    &self.turned
+        match matrix {
+            None => {
+                self.weights.clear();
+                self.weights.extend_from_slice(plain);
+            }
+            Some(matrix) => {
+                let rows = matrix.len() / width;
+                self.weights.resize(rows * count, 0.0);
+                for (plain, turned) in plain.chunks(width).zip(self.weights.chunks_mut(rows)) {
+                    kernels::matrix_vector(matrix, plain, turned);
                 }
-            };
-            for (to, x) in self.weights.iter_mut().skip(q).step_by(count).zip(plain) {
-                *to = *x;
             }
         }
     }

@@ -19,6 +19,7 @@ mod kernels;
 mod keys;
 mod layer;
 mod paged;
+mod prefetch;
 mod reals;
 mod rows;
 mod simd;

@@ -5,7 +5,9 @@ use std::ops::Range;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 
+use super::kernels;
 use super::paged::Paged;
+use super::prefetch::prefetch;
 use crate::scheme::Meta;
 
 /// How dense keys and values are held.
@@ -79,6 +81,16 @@ macro_rules! either {
 pub(super) enum Run<'a> {
     F16(&'a [f16]),
     F32(&'a [f32]),
+}
+
+impl Run<'_> {
+    /// Starts to fetch them.
+    pub fn prefetch(&self) {
+        match self {
+            Run::F16(x) => prefetch(x),
+            Run::F32(x) => prefetch(x),
+        }
+    }
 }
 
 impl Reals {
@@ -166,7 +178,7 @@ impl Reals {
                     wide.resize(halves.len(), 0.0);
                 }
                 let wide = &mut wide[..halves.len()];
-                halves.convert_to_f32_slice(wide);
+                kernels::widen(halves, wide);
                 wide
             }
             Reals::F32(pages) => pages.run(head, range),

@@ -51,12 +51,17 @@ impl<K: Kernel, M: Machine> pulp::NullaryFnOnce for On<K, M> {
 pub(super) trait Machine: Copy {
     /// Sixteen numbers in registers.
     type Lanes: Copy;
+    /// Whether there are registers for twenty of them.
+    const MANY: bool;
+    /// Whether halves are widened by one instruction.
+    const HALVES: bool;
     fn splat(self, x: f32) -> Self::Lanes;
     fn load(self, x: &Lane) -> Self::Lanes;
     fn store(self, x: Self::Lanes, to: &mut Lane);
     /// a·b + c, rounded once.
     fn mul_add(self, a: Self::Lanes, b: Self::Lanes, c: Self::Lanes) -> Self::Lanes;
     fn add(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
+    fn mul(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
     /// The sum of all lanes: upper half onto lower half until one is left.
     fn sum(self, x: Self::Lanes) -> f32;
     /// The codes of a row as numbers.
@@ -112,6 +117,8 @@ fn each(f: impl Fn(usize) -> f32) -> Lane {
 
 impl Machine for Portable {
     type Lanes = Lane;
+    const MANY: bool = false;
+    const HALVES: bool = false;
 
     #[inline(always)]
     fn splat(self, x: f32) -> Lane {
@@ -136,6 +143,11 @@ impl Machine for Portable {
     #[inline(always)]
     fn add(self, a: Lane, b: Lane) -> Lane {
         each(|i| a[i] + b[i])
+    }
+
+    #[inline(always)]
+    fn mul(self, a: Lane, b: Lane) -> Lane {
+        each(|i| a[i] * b[i])
     }
 
     #[inline(always)]
@@ -194,37 +206,72 @@ mod x86 {
         row[..16].try_into().expect("16 bytes")
     }
 
-    /// The codes of a row in one register.
+    /// j's lowest bits times a factor, for j from 0 to 15: what a permutation by indices looks up, which counts their lowest bits only.
+    const fn low_bits(bits: u32, factor: f32) -> Lane {
+        let (mut table, mut j) = ([0.0; LANES], 0);
+        while j < LANES {
+            table[j] = (j & ((1 << bits) - 1)) as f32 * factor;
+            j += 1;
+        }
+        table
+    }
+
+    const LOW_1: Lane = low_bits(1, 1.0);
+    const LOW_2: Lane = low_bits(2, 1.0);
+    const LOW_2_TIMES_2: Lane = low_bits(2, 2.0);
+    const LOW_4: Lane = low_bits(4, 1.0);
+    const LOW_4_TIMES_2: Lane = low_bits(4, 2.0);
+    const LOW_4_TIMES_4: Lane = low_bits(4, 4.0);
+    const LOW_4_TIMES_8: Lane = low_bits(4, 8.0);
+
+    /// The planes of 4, 2 and 1 bits of a row, each lane's code in its lowest bits; what is above them is other lanes'.
+    #[inline(always)]
+    fn plane_512<const P: u32>(m: V4, row: &[u8], at: usize) -> __m512i {
+        let f = m.avx512f;
+        let (words, shifts) = match P {
+            4 => {
+                let (low, high) = (f._mm512_set1_epi32(word32(row, at)), f._mm512_set1_epi32(word32(row, at + 4)));
+                (f._mm512_mask_blend_epi32(0xff00, low, high), SHIFTS_4)
+            }
+            2 => (f._mm512_set1_epi32(word32(row, at)), SHIFTS_2),
+            _ => (f._mm512_set1_epi32(word16(row, at)), SHIFTS_1),
+        };
+        f._mm512_srlv_epi32(words, cast(shifts))
+    }
+
+    /// What a table says of the plane of P bits of a row of `bits`-bit codes.
+    #[inline(always)]
+    fn table_512<const P: u32>(m: V4, row: &[u8], bits: u32, table: Lane) -> __m512 {
+        let at = planes(bits);
+        let at = match P {
+            4 => at[1],
+            2 => at[2],
+            _ => at[3],
+        };
+        m.avx512f._mm512_permutexvar_ps(plane_512::<P>(m, row, at), cast(table))
+    }
+
+    /// The codes of a row, of at most 4 bits, in the lowest bits of each lane.
     #[inline(always)]
     fn codes_512<const B: u32>(m: V4, row: &[u8]) -> __m512i {
         let f = m.avx512f;
-        if B == 8 {
-            let bytes: __m128i = cast(bytes(row));
-            return f._mm512_cvtepu8_epi32(bytes);
-        }
         let at = planes(B);
-        let plane = |words: __m512i, shifts: [i32; LANES], mask: i32| {
-            f._mm512_and_si512(f._mm512_srlv_epi32(words, cast(shifts)), f._mm512_set1_epi32(mask))
-        };
-        let mut codes = f._mm512_setzero_si512();
-        if B & 4 != 0 {
-            let (low, high) = (word32(row, at[1]), word32(row, at[1] + 4));
-            let words = f._mm512_mask_blend_epi32(0xff00, f._mm512_set1_epi32(low), f._mm512_set1_epi32(high));
-            codes = plane(words, SHIFTS_4, 15);
+        match B {
+            4 => plane_512::<4>(m, row, at[1]),
+            2 => plane_512::<2>(m, row, at[2]),
+            1 => plane_512::<1>(m, row, at[3]),
+            _ => {
+                let high = f._mm512_and_si512(plane_512::<2>(m, row, at[2]), f._mm512_set1_epi32(3));
+                let low = f._mm512_and_si512(plane_512::<1>(m, row, at[3]), f._mm512_set1_epi32(1));
+                f._mm512_or_si512(f._mm512_slli_epi32::<1>(high), low)
+            }
         }
-        if B & 2 != 0 {
-            let own = plane(f._mm512_set1_epi32(word32(row, at[2])), SHIFTS_2, 3);
-            codes = if B & 4 == 0 { own } else { f._mm512_or_si512(f._mm512_slli_epi32::<2>(codes), own) };
-        }
-        if B & 1 != 0 {
-            let own = plane(f._mm512_set1_epi32(word16(row, at[3])), SHIFTS_1, 1);
-            codes = if B == 1 { own } else { f._mm512_or_si512(f._mm512_slli_epi32::<1>(codes), own) };
-        }
-        codes
     }
 
     impl Machine for V4 {
         type Lanes = __m512;
+        const MANY: bool = true;
+        const HALVES: bool = true;
 
         #[inline(always)]
         fn splat(self, x: f32) -> __m512 {
@@ -252,6 +299,11 @@ mod x86 {
         }
 
         #[inline(always)]
+        fn mul(self, a: __m512, b: __m512) -> __m512 {
+            self.avx512f._mm512_mul_ps(a, b)
+        }
+
+        #[inline(always)]
         fn sum(self, x: __m512) -> f32 {
             let f = self.avx512f;
             let low = f._mm512_castps512_ps256(x);
@@ -261,18 +313,32 @@ mod x86 {
 
         #[inline(always)]
         fn codes<const B: u32>(self, row: &[u8]) -> __m512 {
-            self.avx512f._mm512_cvtepi32_ps(codes_512::<B>(self, row))
+            let f = self.avx512f;
+            match B {
+                8 => f._mm512_cvtepi32_ps(f._mm512_cvtepu8_epi32(cast(bytes(row)))),
+                7 => {
+                    let low = self.add(table_512::<2>(self, row, B, LOW_2_TIMES_2), table_512::<1>(self, row, B, LOW_1));
+                    self.add(table_512::<4>(self, row, B, LOW_4_TIMES_8), low)
+                }
+                6 => self.add(table_512::<4>(self, row, B, LOW_4_TIMES_4), table_512::<2>(self, row, B, LOW_2)),
+                5 => self.add(table_512::<4>(self, row, B, LOW_4_TIMES_2), table_512::<1>(self, row, B, LOW_1)),
+                4 => table_512::<4>(self, row, B, LOW_4),
+                3 => self.add(table_512::<2>(self, row, B, LOW_2_TIMES_2), table_512::<1>(self, row, B, LOW_1)),
+                2 => table_512::<2>(self, row, B, LOW_2),
+                _ => table_512::<1>(self, row, B, LOW_1),
+            }
         }
 
         #[inline(always)]
         fn levels<const B: u32>(self, row: &[u8], table: &[f32; 256]) -> __m512 {
-            let codes = codes_512::<B>(self, row);
             if B <= 4 {
-                let table: Lane = table[..LANES].try_into().expect("a table of 256");
-                return self.avx512f._mm512_permutexvar_ps(codes, cast(table));
+                let mut own = [0.0; LANES];
+                for (j, own) in own.iter_mut().enumerate() {
+                    *own = table[j & ((1 << B) - 1)];
+                }
+                return self.avx512f._mm512_permutexvar_ps(codes_512::<B>(self, row), cast(own));
             }
-            let codes: [u32; LANES] = cast(codes);
-            cast(each(|i| table[(codes[i] & 255) as usize]))
+            cast(Portable.levels::<B>(row, table))
         }
 
         #[inline(always)]
@@ -295,48 +361,58 @@ mod x86 {
         sse._mm_cvtss_f32(one)
     }
 
+    /// Eight codes of a plane: the word's bits from each lane's shift on.
+    #[inline(always)]
+    fn plane_256(m: V3, word: i32, shifts: [i32; 8], mask: i32) -> __m256i {
+        let moved = m.avx2._mm256_srlv_epi32(m.avx._mm256_set1_epi32(word), cast(shifts));
+        m.avx2._mm256_and_si256(moved, m.avx._mm256_set1_epi32(mask))
+    }
+
+    /// Both halves of a plane.
+    #[inline(always)]
+    fn planes_256(m: V3, words: [i32; 2], shifts: [i32; LANES], mask: i32) -> [__m256i; 2] {
+        let [low, high]: [[i32; 8]; 2] = cast(shifts);
+        [plane_256(m, words[0], low, mask), plane_256(m, words[1], high, mask)]
+    }
+
+    #[inline(always)]
+    fn shift_in<const BITS: i32>(m: V3, codes: [__m256i; 2], own: [__m256i; 2]) -> [__m256i; 2] {
+        let f = m.avx2;
+        [
+            f._mm256_or_si256(f._mm256_slli_epi32::<BITS>(codes[0]), own[0]),
+            f._mm256_or_si256(f._mm256_slli_epi32::<BITS>(codes[1]), own[1]),
+        ]
+    }
+
     /// The codes of a row in two registers.
     #[inline(always)]
     fn codes_256<const B: u32>(m: V3, row: &[u8]) -> [__m256i; 2] {
-        let (avx, f) = (m.avx, m.avx2);
         if B == 8 {
             let [low, high]: [[u8; 8]; 2] = cast(bytes(row));
-            let wide = |x: [u8; 8]| {
-                let x: __m128i = cast([x, [0; 8]]);
-                f._mm256_cvtepu8_epi32(x)
-            };
-            return [wide(low), wide(high)];
+            let (low, high): (__m128i, __m128i) = (cast([low, [0; 8]]), cast([high, [0; 8]]));
+            return [m.avx2._mm256_cvtepu8_epi32(low), m.avx2._mm256_cvtepu8_epi32(high)];
         }
         let at = planes(B);
-        let plane = |words: [i32; 2], shifts: [i32; LANES], mask: i32| {
-            let [low, high]: [[i32; 8]; 2] = cast(shifts);
-            let half = |word: i32, shifts: [i32; 8]| {
-                let moved = f._mm256_srlv_epi32(avx._mm256_set1_epi32(word), cast(shifts));
-                f._mm256_and_si256(moved, avx._mm256_set1_epi32(mask))
-            };
-            [half(words[0], low), half(words[1], high)]
-        };
-        let join = |codes: [__m256i; 2], own: [__m256i; 2], bits: i32| {
-            let moved = |x: __m256i| if bits == 2 { f._mm256_slli_epi32::<2>(x) } else { f._mm256_slli_epi32::<1>(x) };
-            [f._mm256_or_si256(moved(codes[0]), own[0]), f._mm256_or_si256(moved(codes[1]), own[1])]
-        };
-        let mut codes = [avx._mm256_setzero_si256(); 2];
+        let mut codes = [m.avx._mm256_setzero_si256(); 2];
         if B & 4 != 0 {
-            codes = plane([word32(row, at[1]), word32(row, at[1] + 4)], SHIFTS_4, 15);
+            codes = planes_256(m, [word32(row, at[1]), word32(row, at[1] + 4)], SHIFTS_4, 15);
         }
         if B & 2 != 0 {
-            let own = plane([word32(row, at[2]); 2], SHIFTS_2, 3);
-            codes = if B & 4 == 0 { own } else { join(codes, own, 2) };
+            let own = planes_256(m, [word32(row, at[2]); 2], SHIFTS_2, 3);
+            codes = if B & 4 == 0 { own } else { shift_in::<2>(m, codes, own) };
         }
         if B & 1 != 0 {
-            let own = plane([word16(row, at[3]); 2], SHIFTS_1, 1);
-            codes = if B == 1 { own } else { join(codes, own, 1) };
+            let own = planes_256(m, [word16(row, at[3]); 2], SHIFTS_1, 1);
+            codes = if B == 1 { own } else { shift_in::<1>(m, codes, own) };
         }
         codes
     }
 
     impl Machine for V3 {
         type Lanes = [__m256; 2];
+        const MANY: bool = false;
+        // F16C is not among the features that this token stands for.
+        const HALVES: bool = false;
 
         #[inline(always)]
         fn splat(self, x: f32) -> Self::Lanes {
@@ -365,31 +441,30 @@ mod x86 {
         }
 
         #[inline(always)]
+        fn mul(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes {
+            [self.avx._mm256_mul_ps(a[0], b[0]), self.avx._mm256_mul_ps(a[1], b[1])]
+        }
+
+        #[inline(always)]
         fn sum(self, x: Self::Lanes) -> f32 {
             sum_256(self.avx._mm256_add_ps(x[0], x[1]), self.avx, self.sse, self.sse3)
         }
 
         #[inline(always)]
         fn codes<const B: u32>(self, row: &[u8]) -> Self::Lanes {
-            codes_256::<B>(self, row).map(
-                #[inline(always)]
-                |x| self.avx._mm256_cvtepi32_ps(x),
-            )
+            let [low, high] = codes_256::<B>(self, row);
+            [self.avx._mm256_cvtepi32_ps(low), self.avx._mm256_cvtepi32_ps(high)]
         }
 
         #[inline(always)]
         fn levels<const B: u32>(self, row: &[u8], table: &[f32; 256]) -> Self::Lanes {
-            let codes = codes_256::<B>(self, row);
             if B <= 3 {
+                let [low, high] = codes_256::<B>(self, row);
                 let table: [f32; 8] = table[..8].try_into().expect("a table of 256");
-                let table: __m256 = cast(table);
-                return codes.map(
-                    #[inline(always)]
-                    |x| self.avx2._mm256_permutevar8x32_ps(table, x),
-                );
+                let (table, f): (__m256, _) = (cast(table), self.avx2);
+                return [f._mm256_permutevar8x32_ps(table, low), f._mm256_permutevar8x32_ps(table, high)];
             }
-            let codes: [u32; LANES] = cast(codes);
-            cast(each(|i| table[(codes[i] & 255) as usize]))
+            cast(Portable.levels::<B>(row, table))
         }
 
         #[inline(always)]

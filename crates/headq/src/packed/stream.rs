@@ -170,6 +170,26 @@ impl Stream {
         }
     }
 
+    /// Dense tokens of the window among a range of positions, as far as they lie in one page; nothing where there are none.
+    pub fn ahead(&self, head: usize, positions: &Range<usize>) -> Run<'_> {
+        let sinks = self.first();
+        let (start, end) = (positions.start.max(sinks + self.coded), positions.end.min(self.len));
+        if start >= end {
+            return match self.kind {
+                DenseType::F16 => Run::F16(&[]),
+                DenseType::F32 => Run::F32(&[]),
+            };
+        }
+        self.window.raw(head, start - sinks..end - sinks)
+    }
+
+    /// The tokens after the sinks that are coded, of a range of positions.
+    pub fn coded_of(&self, positions: &Range<usize>) -> Range<usize> {
+        let sinks = self.first();
+        let end = positions.end.saturating_sub(sinks).min(self.coded);
+        positions.start.saturating_sub(sinks).min(end)..end
+    }
+
     /// Bytes held.
     pub fn bytes(&self) -> usize {
         self.sinks.bytes() + self.window.bytes()

@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::file::Part;
 use super::kernels::{self, TILE};
 use super::paged::Paged;
+use super::prefetch::prefetch;
 use super::reals::{DenseType, Reals};
 use super::rows::{LANES, get, put, row_bytes, rows_bytes};
 
@@ -196,6 +197,16 @@ impl ValueCodes {
         }
     }
 
+    /// Starts to fetch what [`ValueCodes::add_values`] reads of some tokens of a tile.
+    pub fn prefetch(&self, head: usize, tokens: &Range<usize>) {
+        let records = match self.widths {
+            Widths::Same(_) => tokens.clone(),
+            Widths::Mixed { group, .. } => tokens.start / group..tokens.end.div_ceil(group),
+        };
+        prefetch(self.codes.run(head, records));
+        self.ranges.raw(head, tokens.clone()).prefetch();
+    }
+
     /// Adds Σ_t p_qt · v̂_t of up to a tile of tokens to `out` `[count, width]`; `p` is `[count, TILE]` from the first token on.
     pub fn add_values(
         &self,
@@ -232,7 +243,8 @@ impl ValueCodes {
                     buffers.token.resize(self.width, 0.0);
                     for token in at..stop {
                         self.read(head, token, &mut buffers.token);
-                        kernels::dense_values(&buffers.token, &p[token - tokens.start..], self.width, count, out);
+                        let p = &p[token - tokens.start..];
+                        kernels::dense_values(&buffers.token, &[], p, self.width, count, out);
                     }
                 }
             }
