@@ -178,24 +178,87 @@ struct FoldedScores<'a> {
     scores: &'a mut [f32],
 }
 
+impl FoldedBlocks<'_> {
+    /// Some of the blocks, several at a time.
+    #[inline(always)]
+    fn add_all<M: Machine, const NQ: usize>(
+        &self,
+        m: M,
+        blocks: std::ops::Range<usize>,
+        weights: &[f32],
+        constant: &[f32; MOST_QUERIES],
+        scores: &mut [f32],
+    ) {
+        let weights = split::<NQ>(weights, weights.len() / NQ);
+        let mut at = blocks.start;
+        if M::MANY {
+            while at + 4 <= blocks.end {
+                self.add::<M, NQ, 4>(m, at, weights, constant, scores);
+                at += 4;
+            }
+        }
+        while at + 2 <= blocks.end {
+            self.add::<M, NQ, 2>(m, at, weights, constant, scores);
+            at += 2;
+        }
+        if at < blocks.end {
+            self.add::<M, NQ, 1>(m, at, weights, constant, scores);
+        }
+    }
+}
+
 impl Kernel for FoldedScores<'_> {
     type Output = ();
 
     #[inline(always)]
     fn run<M: Machine>(self, m: M) {
         let Self { blocks, weights, constant, count, scores } = self;
-        with_count!(count, NQ => {
-            let weights = split::<NQ>(weights, weights.len() / NQ);
-            let mut at = 0;
-            while at + 2 <= blocks.blocks {
-                blocks.add::<M, NQ, 2>(m, at, weights, constant, scores);
-                at += 2;
-            }
-            if at < blocks.blocks {
-                blocks.add::<M, NQ, 1>(m, at, weights, constant, scores);
-            }
-        })
+        with_count!(count, NQ => blocks.add_all::<M, NQ>(m, 0..blocks.blocks, weights, constant, scores))
     }
+}
+
+/// Blocks of 16 tokens in groups of whole blocks, each with ranges of its own.
+pub(super) struct GroupedBlocks<'a> {
+    pub blocks: FoldedBlocks<'a>,
+    /// Blocks of a group.
+    pub per_group: usize,
+    /// `[groups, 2, width]`: scales, then zeros.
+    pub ranges: &'a [f32],
+}
+
+struct GroupedScores<'a> {
+    grouped: GroupedBlocks<'a>,
+    weights: &'a [f32],
+    count: usize,
+    folded: &'a mut [f32],
+    scores: &'a mut [f32],
+}
+
+impl Kernel for GroupedScores<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<M: Machine>(self, m: M) {
+        let Self { grouped: GroupedBlocks { blocks, per_group, ranges }, weights, count, folded, scores } = self;
+        let width = weights.len() / count;
+        for (group, ranges) in ranges.chunks_exact(2 * width).enumerate() {
+            let (scale, zero) = ranges.split_at(width);
+            let constant = fold_on(m, weights, scale, zero, folded);
+            let own = group * per_group..((group + 1) * per_group).min(blocks.blocks);
+            with_count!(count, NQ => blocks.add_all::<M, NQ>(m, own, folded, &constant, scores))
+        }
+    }
+}
+
+/// As [`folded_scores`] with `weights` that the ranges are folded into first, into `folded`.
+pub(super) fn grouped_scores(
+    grouped: GroupedBlocks<'_>,
+    weights: &[f32],
+    count: usize,
+    folded: &mut [f32],
+    scores: &mut [f32],
+) {
+    dispatch(GroupedScores { grouped, weights, count, folded, scores });
 }
 
 /// Adds constant_q + Σ_c w_qc · level(code_tc) to the scores of each block's tokens.
@@ -288,6 +351,32 @@ pub(super) fn token_scores(block: TokenBlock<'_>, weights: &[f32], sums: &[f32],
     dispatch(TokenScores { block, weights, sums, count, scores });
 }
 
+/// Folds ranges into queries: `out` = w · scale, and Σ_c w_c · zero_c of each query.
+#[inline(always)]
+fn fold_on<M: Machine>(m: M, weights: &[f32], scale: &[f32], zero: &[f32], out: &mut [f32]) -> [f32; MOST_QUERIES] {
+    let width = scale.len();
+    let mut constant = [0.0; MOST_QUERIES];
+    let queries = weights.chunks_exact(width).zip(out.chunks_exact_mut(width));
+    for ((weights, out), constant) in queries.zip(&mut constant) {
+        let mut sum = m.splat(0.0);
+        let (whole, rest) = weights.as_chunks::<LANES>();
+        let at = whole.len() * LANES;
+        let (out, out_rest) = out.as_chunks_mut::<LANES>();
+        let ranges = scale.as_chunks::<LANES>().0.iter().zip(zero.as_chunks::<LANES>().0);
+        for ((w, out), (scale, zero)) in whole.iter().zip(out).zip(ranges) {
+            let w = m.load(w);
+            m.store(m.mul(w, m.load(scale)), out);
+            sum = m.mul_add(w, m.load(zero), sum);
+        }
+        *constant = m.sum(sum);
+        for (i, (w, out)) in rest.iter().zip(out_rest).enumerate() {
+            *out = w * scale[at + i];
+            *constant = w.mul_add(zero[at + i], *constant);
+        }
+    }
+    constant
+}
+
 struct Fold<'a> {
     weights: &'a [f32],
     scale: &'a [f32],
@@ -300,27 +389,7 @@ impl Kernel for Fold<'_> {
 
     #[inline(always)]
     fn run<M: Machine>(self, m: M) -> [f32; MOST_QUERIES] {
-        let width = self.scale.len();
-        let mut constant = [0.0; MOST_QUERIES];
-        let queries = self.weights.chunks_exact(width).zip(self.out.chunks_exact_mut(width));
-        for ((weights, out), constant) in queries.zip(&mut constant) {
-            let mut sum = m.splat(0.0);
-            let (whole, rest) = weights.as_chunks::<LANES>();
-            let at = whole.len() * LANES;
-            let (out, out_rest) = out.as_chunks_mut::<LANES>();
-            let ranges = self.scale.as_chunks::<LANES>().0.iter().zip(self.zero.as_chunks::<LANES>().0);
-            for ((w, out), (scale, zero)) in whole.iter().zip(out).zip(ranges) {
-                let w = m.load(w);
-                m.store(m.mul(w, m.load(scale)), out);
-                sum = m.mul_add(w, m.load(zero), sum);
-            }
-            *constant = m.sum(sum);
-            for (i, (w, out)) in rest.iter().zip(out_rest).enumerate() {
-                *out = w * self.scale[at + i];
-                *constant = w.mul_add(self.zero[at + i], *constant);
-            }
-        }
-        constant
+        fold_on(m, self.weights, self.scale, self.zero, self.out)
     }
 }
 

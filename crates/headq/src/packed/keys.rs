@@ -278,6 +278,24 @@ impl KeyCodes {
             }
             Ranges::Group { group, values } => {
                 let last = self.len - 1;
+                if TILE.is_multiple_of(*group) && group.is_multiple_of(LANES) || group.is_multiple_of(TILE) {
+                    // A tile's groups lie in one page, or it lies in one group.
+                    let groups = blocks.start * LANES / group..(blocks.end * LANES - 1).min(last) / group + 1;
+                    let mut record = std::mem::take(&mut folded.record);
+                    let ranges = values.run(head, groups, &mut record);
+                    let blocks = kernels::FoldedBlocks {
+                        codes,
+                        runs: &layout.runs,
+                        bytes: layout.bytes,
+                        blocks: blocks.len(),
+                        levels,
+                    };
+                    let grouped = kernels::GroupedBlocks { blocks, per_group: group / LANES, ranges };
+                    folded.weights.resize(queries.weights.len(), 0.0);
+                    kernels::grouped_scores(grouped, &queries.weights, queries.count, &mut folded.weights, scores);
+                    folded.record = record;
+                    return;
+                }
                 let group_of = |token: usize| token.min(last) / group;
                 let mut at = blocks.start;
                 while at < blocks.end {
