@@ -13,7 +13,7 @@ use super::rows::{LANES, row_bytes, with_bits};
 use super::simd::{Element, Kernel, Lane, Machine, dispatch};
 
 /// Tokens that are scored, weighed and read together.
-pub(super) const TILE: usize = 64;
+pub(super) const TILE: usize = 128;
 /// Query heads of a group that are handled together; larger groups are split.
 pub(super) const MOST_QUERIES: usize = 4;
 

@@ -24,7 +24,7 @@ use crate::scheme::{Policy, Quantizer, Scope, SideScales};
 use crate::seam::AttentionSite;
 
 /// Tokens of a piece of work, a multiple of a tile: the same whatever the number of threads, so that sums do not depend on it.
-const PIECE: usize = 4 * TILE;
+const PIECE: usize = 2 * TILE;
 /// Tokens times query groups below which threads cost more than they save.
 const ALONE: usize = 768;
 
