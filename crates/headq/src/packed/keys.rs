@@ -6,6 +6,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use super::cube::{Packing, Pages};
 use super::file::Part;
 use super::kernels::{self, MOST_QUERIES, TILE};
 use super::paged::Paged;
@@ -404,4 +406,44 @@ pub(super) fn group_ranges(kind: DenseType, heads: usize, group: usize, width: u
 pub(super) fn token_ranges(kind: DenseType, heads: usize, width: usize, channels: usize, zeros: bool) -> Ranges {
     let stride = if zeros { 2 * LANES } else { LANES };
     Ranges::Token { channels, zeros, values: Reals::new(kind, heads, width / channels * stride, TILE_BLOCKS) }
+}
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+impl Pages for KeyCodes {
+    fn packing(&self) -> Packing {
+        let [run] = self.layouts[0].runs.as_slice() else { unreachable!("all channels have the same bits") };
+        let (channels, zeros, ranges, values) = match &self.ranges {
+            Ranges::Group { group, values } => (None, true, (*group, 2 * self.width), values),
+            Ranges::Token { channels, zeros, values } => {
+                let record = self.width / channels * (1 + usize::from(*zeros)) * LANES;
+                (Some(*channels), *zeros, (LANES, record), values)
+            }
+            Ranges::Fixed { .. } => unreachable!("grids are not covered"),
+        };
+        Packing {
+            heads: self.heads,
+            bits: run.bits,
+            width: self.width,
+            channels,
+            zeros,
+            codes: (LANES, self.layouts[0].bytes),
+            ranges,
+            half: matches!(values, Reals::F16(_)),
+        }
+    }
+
+    fn levels(&self) -> Option<&[f32; 256]> {
+        self.levels.as_deref()
+    }
+
+    fn code_bytes(&self, head: usize, records: Range<usize>) -> Vec<u8> {
+        self.codes.copy(head, records)
+    }
+
+    fn range_bytes(&self, head: usize, records: Range<usize>) -> Vec<u8> {
+        match &self.ranges {
+            Ranges::Group { values, .. } | Ranges::Token { values, .. } => values.range_bytes(head, records),
+            Ranges::Fixed { .. } => Vec::new(),
+        }
+    }
 }

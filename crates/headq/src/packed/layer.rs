@@ -4,6 +4,8 @@ use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::Arc;
 
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use burn::tensor::DType;
 use burn::tensor::{Device, Tensor, TensorData};
 use rayon::prelude::*;
 
@@ -56,6 +58,8 @@ pub(super) struct PackedLayer {
     pub masses: Vec<f32>,
     /// Dense copies reach this many tokens back.
     pub rewind: usize,
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
+    mirror: super::cube::Mirrored,
 }
 
 /// Query heads that are handled together, in each form in which they are needed.
@@ -163,6 +167,8 @@ impl PackedLayer {
             offset,
             masses: Vec::new(),
             rewind,
+            #[cfg(any(feature = "wgpu", feature = "cuda"))]
+            mirror: super::cube::Mirrored::default(),
             module,
             shape,
         }
@@ -186,6 +192,14 @@ impl PackedLayer {
             + self.side.as_ref().map_or(0, |side| side.codes.bytes())
             + self.value_codes.as_ref().map_or(0, ValueCodes::bytes);
         self.keys.bytes() + self.values.bytes() + codes + self.masses.capacity() * size_of::<f32>()
+    }
+
+    /// Bytes held on a device.
+    pub fn device_bytes(&self) -> usize {
+        #[cfg(any(feature = "wgpu", feature = "cuda"))]
+        return self.mirror.0.as_ref().map_or(0, |mirror| mirror.bytes());
+        #[cfg(not(any(feature = "wgpu", feature = "cuda")))]
+        0
     }
 
     /// Tokens of keys and values that are coded, and from which on they are held dense.
@@ -257,6 +271,10 @@ impl PackedLayer {
         }
         if let Some(codes) = &mut self.value_codes {
             codes.truncate(values);
+        }
+        #[cfg(any(feature = "wgpu", feature = "cuda"))]
+        if let Some(mirror) = &mut self.mirror.0 {
+            mirror.truncate(keys, values);
         }
     }
 
@@ -341,18 +359,7 @@ impl PackedLayer {
         out: &mut [f32],
         scratch: &mut Scratch,
     ) {
-        let shifted = match &self.offset {
-            None => k,
-            Some(offset) => {
-                scratch.shifted.clear();
-                scratch.shifted.extend(k.iter().zip(offset).map(|(k, mean)| k - mean));
-                &scratch.shifted
-            }
-        };
-        self.keys.append(shifted);
-        self.values.append(v);
-        let masses = self.weighs().then(|| self.take_masses());
-        self.flush(masses, &Device::flex());
+        self.append_one(k, v, &mut scratch.shifted, &Device::flex());
         self.prepare(site, q, &mut scratch.groups);
         let groups = &scratch.groups[..self.group_count()];
         let (d, end) = (self.shape.head_dim, self.len());
@@ -389,6 +396,70 @@ impl PackedLayer {
                 self.masses = masses;
             }
         }
+    }
+
+    /// Appends one token, and codes on `device` what is due.
+    fn append_one(&mut self, k: &[f32], v: &[f32], shifted: &mut Vec<f32>, device: &Device) {
+        let k = match &self.offset {
+            None => k,
+            Some(offset) => {
+                shifted.clear();
+                shifted.extend(k.iter().zip(offset).map(|(k, mean)| k - mean));
+                shifted
+            }
+        };
+        self.keys.append(k);
+        self.values.append(v);
+        let masses = self.weighs().then(|| self.take_masses());
+        self.flush(masses, device);
+    }
+
+    /// As [`PackedLayer::attend_one`], on the device of the tensors, if [`super::cube`] covers it; else nothing is done.
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
+    pub fn attend_on_device(
+        &mut self,
+        site: &AttentionSite,
+        q: &Tensor<4>,
+        k: &Tensor<4>,
+        v: &Tensor<4>,
+    ) -> Option<Tensor<4>> {
+        use super::cube;
+        let plain = [q, k, v].iter().all(|x| x.dtype() == DType::F32 && !x.is_autodiff());
+        if !plain || !cube::covers(self.module.scheme(), self.shape) {
+            return None;
+        }
+        let (device, shape) = (q.device(), q.shape());
+        let place = cube::device_of(&device)?;
+        let [q, k, v] = [q, k, v].map(|x| host(x.clone()));
+        self.append_one(&k, &v, &mut Vec::new(), &device);
+        let HeadShape { heads, kv_heads, head_dim: d, .. } = self.shape;
+        let mut queries: Vec<f32> = q.iter().map(|q| q * site.scale as f32).collect();
+        let base = self.rotation.as_ref().map_or(0, |rotation| append_turned(&mut queries, heads, d, d, |_| rotation));
+        let side = self.side.as_ref().map_or(0, |side| {
+            let rank = side.codes.width();
+            let basis = |head: usize| if side.by_query_head { head } else { head / (heads / kv_heads) };
+            let matrix = |head: usize| &side.decoder[basis(head) * rank * d..][..rank * d];
+            append_turned(&mut queries, heads, d, rank, matrix)
+        });
+        fn pages<P: cube::Pages>(codes: &P) -> &dyn cube::Pages {
+            codes
+        }
+        let step = cube::Step {
+            shape: self.shape,
+            site,
+            keys: &self.keys,
+            values: &self.values,
+            key_codes: self.key_codes.as_ref().map(pages),
+            side: self.side.as_ref().map(|side| pages(&side.codes)),
+            value_codes: self.value_codes.as_ref().map(pages),
+            queries,
+            starts: [base, side],
+        };
+        let kept = self.mirror.0.take().filter(|mirror| mirror.is_on(&place));
+        let mut mirror = kept.unwrap_or_else(|| Box::new(cube::Mirror::new(place, &step)));
+        let out = mirror.attend(step);
+        self.mirror.0 = Some(mirror);
+        Some(Tensor::from_data(TensorData::new(out, shape), &device))
     }
 
     /// Masses of the values that are due, which are no longer needed then: `[kv_heads, tokens]`.
@@ -706,6 +777,24 @@ fn combine<'a>(pieces: impl Iterator<Item = &'a [f32]> + Clone, q: usize, out: &
     }
     out.iter_mut().for_each(|x| *x /= sum);
     (max, sum)
+}
+
+/// Appends Mx of each head's query, the first in `queries`, of `rows` numbers each; returns where they begin.
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+fn append_turned<'a>(
+    queries: &mut Vec<f32>,
+    heads: usize,
+    width: usize,
+    rows: usize,
+    matrix: impl Fn(usize) -> &'a [f32],
+) -> usize {
+    let start = queries.len();
+    queries.resize(start + heads * rows, 0.0);
+    let (plain, turned) = queries.split_at_mut(start);
+    for (head, (plain, turned)) in plain.chunks(width).zip(turned.chunks_mut(rows)).enumerate() {
+        kernels::matrix_vector(matrix(head), plain, turned);
+    }
+    start
 }
 
 fn append_keys(codes: &mut KeyCodes, stored: Stored) {

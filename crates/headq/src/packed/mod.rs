@@ -1,8 +1,9 @@
 //! The packed cache: what a scheme stores, really stored.
 //!
 //! Codes lie in bits, scales and zeros in halves, the newest tokens and the sinks dense, all in pages, so that appending never moves
-//! what is there. One token's attention reads the codes as they are ([`DecodeAttention`]); calls with more new tokens, and other devices,
-//! go through tensors made from the same pages ([`Attention`]). Both read exactly what the teacher-forced evaluation reads.
+//! what is there. One token's attention reads the codes as they are ([`DecodeAttention`]), also on devices of CubeCL (`wgpu`, `cuda`) as
+//! far as `cube` covers the scheme; calls with more new tokens, and everything else, go through tensors made from the same pages
+//! ([`Attention`]). All read exactly what the teacher-forced evaluation reads.
 //!
 //! | module | what |
 //! |---|---|
@@ -12,8 +13,11 @@
 //! | `keys`, `values` | coded keys and side codes in blocks of 16 tokens; coded values token by token |
 //! | `simd`, `kernels` | sixteen lanes on any instruction set; vector loops |
 //! | `layer` | one layer's cache and attention |
+//! | `cube` | one token's attention on a device, over codes that are packed there too |
 //! | `file` | saved caches |
 
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+mod cube;
 mod file;
 mod kernels;
 mod keys;
@@ -93,6 +97,12 @@ impl PackedCache {
         self.layers.iter().map(PackedLayer::bytes).sum()
     }
 
+    /// Bytes that copies of codes and of dense tokens hold on a device, room that is not filled yet included: 0 where attention reads
+    /// the host's pages or goes through tensors.
+    pub fn device_bytes(&self) -> usize {
+        self.layers.iter().map(PackedLayer::device_bytes).sum()
+    }
+
     /// The shape of the model's attention.
     pub fn shape(&self) -> HeadShape {
         self.shape
@@ -157,6 +167,12 @@ impl Attention for PackedCache {
             let mut out = vec![0.0; q.len()];
             layer.attend_one(site, &q, &host(k), &host(v), &mut out, &mut self.scratch);
             return Tensor::from_data(TensorData::new(out, shape), &device);
+        }
+        #[cfg(any(feature = "wgpu", feature = "cuda"))]
+        if k.dims()[2] == 1
+            && let Some(out) = layer.attend_on_device(site, &q, &k, &v)
+        {
+            return out;
         }
         let mut state = match layer.len() {
             0 => LayerState::rounding(self.dense),

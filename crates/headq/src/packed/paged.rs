@@ -83,6 +83,12 @@ impl<T: Copy + Default> Paged<T> {
         &self.pages[page - self.first][at..at + count * length]
     }
 
+    /// The records of a head in `range`, one after the other.
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
+    pub fn copy(&self, head: usize, range: Range<usize>) -> Vec<T> {
+        range.flat_map(|index| self.record(head, index)).copied().collect()
+    }
+
     /// One record.
     pub fn record(&self, head: usize, index: usize) -> &[T] {
         self.run(head, index..index + 1)

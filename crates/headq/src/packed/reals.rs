@@ -139,6 +139,15 @@ impl Reals {
         }
     }
 
+    /// Records of a head as they are, as little-endian bytes.
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
+    pub fn range_bytes(&self, head: usize, records: Range<usize>) -> Vec<u8> {
+        match self {
+            Reals::F16(pages) => pages.copy(head, records).iter().flat_map(|x| x.to_le_bytes()).collect(),
+            Reals::F32(pages) => pages.copy(head, records).iter().flat_map(|x| x.to_le_bytes()).collect(),
+        }
+    }
+
     pub fn extend(&mut self, len: usize) {
         either!(self, pages => pages.extend(len))
     }

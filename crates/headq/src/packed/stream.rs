@@ -94,6 +94,15 @@ impl Stream {
         all
     }
 
+    /// One dense token in f32, by its position.
+    #[cfg(any(feature = "wgpu", feature = "cuda"))]
+    pub fn read_dense(&self, head: usize, position: usize, out: &mut [f32]) {
+        match position.checked_sub(self.first()) {
+            None => self.sinks.read(head, position, out),
+            Some(at) => self.window.read(head, at, out),
+        }
+    }
+
     /// The sinks that are there, in f32: `[heads, tokens, width]`.
     pub fn dense_sinks(&self) -> Vec<f32> {
         let count = self.len.min(self.first());

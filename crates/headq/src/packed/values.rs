@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use super::cube::{Packing, Pages};
 use super::file::Part;
 use super::kernels::{self, TILE};
 use super::paged::Paged;
@@ -250,6 +252,35 @@ impl ValueCodes {
             }
             at = stop;
         }
+    }
+}
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+impl Pages for ValueCodes {
+    fn packing(&self) -> Packing {
+        let Widths::Same(bits) = self.widths else { unreachable!("values all have the same bits") };
+        Packing {
+            heads: self.heads,
+            bits,
+            width: self.width,
+            channels: Some(self.channels),
+            zeros: true,
+            codes: (1, rows_bytes(bits, self.width)),
+            ranges: (1, 2 * (self.width / self.channels)),
+            half: matches!(self.ranges, Reals::F16(_)),
+        }
+    }
+
+    fn levels(&self) -> Option<&[f32; 256]> {
+        None
+    }
+
+    fn code_bytes(&self, head: usize, records: Range<usize>) -> Vec<u8> {
+        self.codes.copy(head, records)
+    }
+
+    fn range_bytes(&self, head: usize, records: Range<usize>) -> Vec<u8> {
+        self.ranges.range_bytes(head, records)
     }
 }
 
