@@ -253,7 +253,9 @@ impl KeyCodes {
         prefetch(self.codes.run(head, blocks.clone()));
         match &self.ranges {
             Ranges::Fixed { .. } => {}
-            Ranges::Group { group, values } => values.raw(head, tokens.start / group..tokens.end.div_ceil(*group)).prefetch(),
+            Ranges::Group { group, values } => {
+                values.raw(head, tokens.start / group..tokens.end.div_ceil(*group)).prefetch()
+            }
             Ranges::Token { values, .. } => values.raw(head, blocks).prefetch(),
         }
     }

@@ -365,30 +365,31 @@ impl PackedLayer {
         let (d, end) = (self.shape.head_dim, self.len());
         let first = site.window.map_or(0, |w| end.saturating_sub(w));
         // Tiles begin at the sinks' end, so that a tile's codes are whole blocks of one page.
-        let sinks = self.keys.first().min(end);
-        let tile_start = |at: usize| if at < sinks { at / TILE * TILE } else { sinks + (at - sinks) / TILE * TILE };
+        let (sinks, tile) = (self.keys.first().min(end), self.tile());
+        let tile_start = |at: usize| if at < sinks { at / tile * tile } else { sinks + (at - sinks) / tile * tile };
         let begin = tile_start(first);
         let base = begin.max(sinks);
         let pieces = (end - base).div_ceil(PIECE).max(1);
-        let record = MOST_QUERIES * (d + 2);
-        scratch.partial.resize(groups.len() * pieces * record, 0.0);
-        let work = |(at, partial): (usize, &mut [f32])| {
-            let (group, piece) = (&groups[at / pieces], at % pieces);
+        let record = groups.len() * MOST_QUERIES * (d + 2);
+        scratch.partial.resize(pieces * record, 0.0);
+        let work = |(piece, partial): (usize, &mut [f32])| {
             let start = if piece == 0 { begin } else { base + piece * PIECE };
             let tokens = start..(base + (piece + 1) * PIECE).min(end);
-            BUFFERS.with_borrow_mut(|buffers| self.attend_piece(group, tokens, first, sinks, partial, buffers));
+            BUFFERS.with_borrow_mut(|buffers| self.attend_piece(groups, tokens, first, sinks, partial, buffers));
         };
-        let partial = &mut scratch.partial[..groups.len() * pieces * record];
+        let partial = &mut scratch.partial[..pieces * record];
         if (end - begin) * groups.len() < ALONE {
             partial.chunks_mut(record).enumerate().for_each(work);
         } else {
             partial.par_chunks_mut(record).enumerate().for_each(work);
         }
         let mut reading = [(f32::NEG_INFINITY, 0.0f32); MOST_QUERIES];
-        for (group, partial) in groups.iter().zip(scratch.partial.chunks(pieces * record)) {
+        for (i, group) in groups.iter().enumerate() {
+            let own = MOST_QUERIES * (d + 2);
+            let parts = scratch.partial.chunks(record).map(|piece| &piece[i * own..(i + 1) * own]);
             for q in 0..group.count {
                 let out = &mut out[(group.head + q) * d..][..d];
-                reading[q] = combine(partial.chunks(record), q, out);
+                reading[q] = combine(parts.clone(), q, out);
             }
             if self.weighs() {
                 let mut masses = std::mem::take(&mut self.masses);
@@ -540,45 +541,58 @@ impl PackedLayer {
         }
     }
 
-    /// Online softmax over some tokens: m of each query, Σp of each, Σp·v of each.
+    /// Tokens of a tile: fewer where dense ones, which are many bytes, must stay in the first-level cache until they are read.
+    fn tile(&self) -> usize {
+        if self.key_codes.is_some() && self.value_codes.is_some() { TILE } else { TILE / 2 }
+    }
+
+    /// Online softmax over some tokens, tile by tile and in each tile group by group, since heads lie beside each other in pages; for
+    /// each group m of each query, Σp of each, Σp·v of each.
     fn attend_piece(
         &self,
-        group: &QueryGroup,
+        groups: &[QueryGroup],
         tokens: Range<usize>,
         first: usize,
         sinks: usize,
         partial: &mut [f32],
         buffers: &mut Buffers,
     ) {
-        let d = self.shape.head_dim;
-        let mut max = [f32::NEG_INFINITY; MOST_QUERIES];
-        let mut sum = [0.0f32; MOST_QUERIES];
+        let (d, size) = (self.shape.head_dim, self.tile());
+        let record = MOST_QUERIES * (d + 2);
+        for partial in partial.chunks_mut(record) {
+            partial[..MOST_QUERIES].fill(f32::NEG_INFINITY);
+            partial[MOST_QUERIES..].fill(0.0);
+        }
         let mut scores = [0.0; MOST_QUERIES * TILE];
-        let out = &mut partial[MOST_QUERIES * 2..];
-        out.fill(0.0);
         let mut at = tokens.start;
         while at < tokens.end {
             // A piece may begin within the sinks' tiles and end in those of codes.
-            let to = if at < sinks { (at + TILE).min(sinks) } else { at + TILE - (at - sinks) % TILE };
+            let to = if at < sinks { (at + size).min(sinks) } else { at + size - (at - sinks) % size };
             let tile = at..to.min(tokens.end);
             at = tile.end;
-            let next = at..(at + TILE).min(self.len());
-            self.prefetch_codes(group, &next);
-            let values = self.values.ahead(group.kv_head, &tile);
-            self.score_tile(group, tile.clone(), values, &mut scores, buffers);
-            if tile.end <= first {
-                continue;
+            for (i, (group, partial)) in groups.iter().zip(partial.chunks_mut(record)).enumerate() {
+                // What comes next: this tile of the next group, or the next tile of the first.
+                let (next, then) = match groups.get(i + 1) {
+                    Some(group) => (group, tile.clone()),
+                    None => (&groups[0], at..(at + size).min(self.len())),
+                };
+                self.prefetch_codes(next, &then);
+                let values = self.values.ahead(group.kv_head, &tile);
+                self.score_tile(group, tile.clone(), values, &mut scores, buffers);
+                if tile.end <= first {
+                    continue;
+                }
+                let (max, rest) = partial.split_at_mut(MOST_QUERIES);
+                let (sum, out) = rest.split_at_mut(MOST_QUERIES);
+                for q in 0..group.count {
+                    let scores = &mut scores[q * TILE..][..tile.len()];
+                    scores[..first.saturating_sub(tile.start)].fill(f32::NEG_INFINITY);
+                    kernels::online_softmax(scores, &mut max[q], &mut sum[q], &mut out[q * d..(q + 1) * d]);
+                }
+                let keys = self.keys.ahead(next.kv_head, &then);
+                self.read_tile(group, tile.clone(), keys, &scores, out, buffers);
             }
-            for q in 0..group.count {
-                let scores = &mut scores[q * TILE..][..tile.len()];
-                scores[..first.saturating_sub(tile.start)].fill(f32::NEG_INFINITY);
-                kernels::online_softmax(scores, &mut max[q], &mut sum[q], &mut out[q * d..(q + 1) * d]);
-            }
-            let keys = self.keys.ahead(group.kv_head, &next);
-            self.read_tile(group, tile, keys, &scores, out, buffers);
         }
-        partial[..MOST_QUERIES].copy_from_slice(&max);
-        partial[MOST_QUERIES..2 * MOST_QUERIES].copy_from_slice(&sum);
     }
 
     /// Starts to fetch the codes of a tile.
@@ -647,8 +661,12 @@ impl PackedLayer {
                     let scores = &mut scores[offset + before..];
                     let (queries, count) = (&group.plain, group.count);
                     match (keys, &ahead) {
-                        (Run::F16(keys), Run::F16(next)) => kernels::dense_scores(keys, next, queries, d, count, scores),
-                        (Run::F32(keys), Run::F32(next)) => kernels::dense_scores(keys, next, queries, d, count, scores),
+                        (Run::F16(keys), Run::F16(next)) => {
+                            kernels::dense_scores(keys, next, queries, d, count, scores)
+                        }
+                        (Run::F32(keys), Run::F32(next)) => {
+                            kernels::dense_scores(keys, next, queries, d, count, scores)
+                        }
                         _ => unreachable!("keys and values are held alike"),
                     }
                 }),

@@ -317,7 +317,8 @@ mod x86 {
             match B {
                 8 => f._mm512_cvtepi32_ps(f._mm512_cvtepu8_epi32(cast(bytes(row)))),
                 7 => {
-                    let low = self.add(table_512::<2>(self, row, B, LOW_2_TIMES_2), table_512::<1>(self, row, B, LOW_1));
+                    let low =
+                        self.add(table_512::<2>(self, row, B, LOW_2_TIMES_2), table_512::<1>(self, row, B, LOW_1));
                     self.add(table_512::<4>(self, row, B, LOW_4_TIMES_8), low)
                 }
                 6 => self.add(table_512::<4>(self, row, B, LOW_4_TIMES_4), table_512::<2>(self, row, B, LOW_2)),
