@@ -1,6 +1,7 @@
 //! Vector loops of decode attention over packed codes and dense pages.
 //!
 //! Every loop works on sixteen lanes with fused multiply-adds in a fixed order, on whatever instruction set there is ([`super::simd`]).
+#![allow(clippy::needless_range_loop, reason = "lanes of several arrays are indexed alike")]
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;

@@ -3,6 +3,7 @@
 //! A row of b-bit codes is stored as planes of 8, 4, 2 and 1 bits that add up to b, the highest bits first: a 3-bit row is 16 times the
 //! upper 2 bits in 32 bits, then 16 times the lowest in 16 bits, code i at the i-th place from the least significant, little-endian. A
 //! vector loop reads a plane with one shift and one mask.
+#![allow(clippy::needless_range_loop, reason = "lanes of several arrays are indexed alike")]
 
 /// Codes in a whole row: lanes of a vector loop.
 pub(super) const LANES: usize = 16;
