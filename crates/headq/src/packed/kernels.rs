@@ -10,7 +10,7 @@ use crate::kernels::{exp32, vectorized};
 
 use super::keys::Run;
 use super::prefetch::prefetch;
-use super::rows::{LANES, row_bytes, with_bits};
+use super::rows::{LANES, row_bytes, with_bits, with_const};
 use super::simd::{Element, Kernel, Lane, Machine, dispatch};
 
 /// Tokens that are scored, weighed and read together.
@@ -21,25 +21,7 @@ pub(super) const MOST_QUERIES: usize = 4;
 /// Runs `$body` with `$N` the number of queries as a constant.
 macro_rules! with_count {
     ($count:expr, $N:ident => $body:expr) => {
-        match $count {
-            1 => {
-                const $N: usize = 1;
-                $body
-            }
-            2 => {
-                const $N: usize = 2;
-                $body
-            }
-            3 => {
-                const $N: usize = 3;
-                $body
-            }
-            4 => {
-                const $N: usize = 4;
-                $body
-            }
-            other => unreachable!("queries are handled up to {MOST_QUERIES} at a time, not {other}"),
-        }
+        with_const!($count, $N: usize = [1 2 3 4] => $body)
     };
 }
 
@@ -60,26 +42,6 @@ fn add_to<M: Machine>(m: M, x: M::Lanes, to: &mut [f32], at: usize) {
 #[inline(always)]
 fn numbers<M: Machine, const B: u32, const LEVELS: bool>(m: M, row: &[u8], levels: &[f32; 256]) -> M::Lanes {
     if LEVELS { m.levels::<B>(row, levels) } else { m.codes::<B>(row) }
-}
-
-/// Runs `$body` with `$R` the number of rows as a constant, for the usual head widths, and 0 for others.
-macro_rules! with_rows {
-    ($rows:expr, $R:ident => $body:expr) => {
-        match $rows {
-            4 => {
-                const $R: usize = 4;
-                $body
-            }
-            8 => {
-                const $R: usize = 8;
-                $body
-            }
-            _ => {
-                const $R: usize = 0;
-                $body
-            }
-        }
-    };
 }
 
 /// The rows of each query's weights.
@@ -468,11 +430,11 @@ impl<E: Element> Kernel for DenseScores<'_, E> {
 
     #[inline(always)]
     fn run<M: Machine>(mut self, m: M) {
-        let rows = if self.width.is_multiple_of(LANES) { self.width / LANES } else { 0 };
-        with_count!(self.count, NQ => with_rows!(rows, R => match R {
-            0 => self.ragged::<M, NQ>(m),
-            _ => self.whole::<M, NQ, { if R == 0 { 1 } else { R } }>(m),
-        }))
+        with_count!(self.count, NQ => match self.width {
+            64 => self.whole::<M, NQ, { 64 / LANES }>(m),
+            128 => self.whole::<M, NQ, { 128 / LANES }>(m),
+            _ => self.ragged::<M, NQ>(m),
+        })
     }
 }
 
@@ -788,4 +750,218 @@ impl Kernel for Widen<'_> {
 /// Halves as single precision.
 pub(super) fn widen(halves: &[f16], wide: &mut [f32]) {
     dispatch(Widen { halves, wide });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::keys::Layout;
+    use super::super::rows::{pack, put};
+    use super::super::simd::Which;
+    use super::*;
+
+    fn noise(count: usize, salt: usize) -> Vec<f32> {
+        (0..count).map(|i| ((i * 7919 + salt * 104_729) % 1009) as f32 / 504.5 - 1.0).collect()
+    }
+
+    fn codes(count: usize, bits: u32, salt: usize) -> Vec<u8> {
+        (0..count).map(|i| ((i * 31 + salt * 17) % 251) as u8 & ((1u32 << bits) - 1) as u8).collect()
+    }
+
+    /// `run` on every machine from the same output: the same bits, and within rounding of `expected`.
+    #[track_caller]
+    fn same_everywhere(what: &str, start: &[f32], expected: &[f64], run: impl Fn(Which, &mut [f32])) {
+        let mut first: Option<Vec<f32>> = None;
+        for machine in Which::all() {
+            let mut found = start.to_vec();
+            run(machine, &mut found);
+            for (i, (found, expected)) in found.iter().zip(expected).enumerate() {
+                let off = (f64::from(*found) - expected).abs();
+                assert!(off < 2e-5 * expected.abs().max(1.0), "{what}, {machine:?}, {i}: {found} for {expected}");
+            }
+            assert_eq!(first.get_or_insert_with(|| found.clone()), &found, "{what}, {machine:?}");
+        }
+    }
+
+    /// Blocks of 16 tokens from `[tokens, width]` codes, and their layout.
+    fn blocks(codes: &[u8], bits: &[u32]) -> (Vec<u8>, Layout) {
+        let (layout, width) = (Layout::new(bits), bits.len());
+        let mut packed = vec![0; codes.len() / width / LANES * layout.bytes];
+        for (token, codes) in codes.chunks(width).enumerate() {
+            let block = &mut packed[token / LANES * layout.bytes..][..layout.bytes];
+            for run in &layout.runs {
+                let rows = block[run.start..].chunks_mut(row_bytes(run.bits, LANES));
+                for (row, code) in rows.zip(&codes[run.channels.clone()]) {
+                    put(row, run.bits, LANES, token % LANES, *code);
+                }
+            }
+        }
+        (packed, layout)
+    }
+
+    #[test]
+    fn scores_of_groups_are_those_of_the_definition_on_every_machine() {
+        let levels: [f32; 256] = std::array::from_fn(|i| (i as f32 - 3.3) * 0.7);
+        // Channels without bits are not stored and count as nothing.
+        for (bits, tokens, group) in [
+            (vec![2; 64], 128, 32),
+            (vec![3; 20], 48, 16),
+            (vec![8, 8, 5, 4, 4, 1, 0, 0], 112, 64),
+            (vec![6, 7, 2, 3, 0, 1], 16, 128),
+        ] {
+            let width = bits.len();
+            let all: Vec<u8> = (0..tokens * width)
+                .map(|i| if bits[i % width] == 0 { 0 } else { codes(i + 1, bits[i % width], 5)[i] })
+                .collect();
+            let (packed, layout) = blocks(&all, &bits);
+            let groups = tokens.div_ceil(group);
+            let ranges = noise(groups * 2 * width, 2);
+            for (count, table) in [(1, None), (3, None), (4, Some(&levels))] {
+                let (weights, start) = (noise(count * width, 3), noise(count * TILE, 4));
+                let mut expected: Vec<f64> = start.iter().map(|x| f64::from(*x)).collect();
+                for q in 0..count {
+                    for t in 0..tokens {
+                        expected[q * TILE + t] += (0..width)
+                            .map(|c| {
+                                let range = |which: usize| f64::from(ranges[(t / group * 2 + which) * width + c]);
+                                let code = all[t * width + c];
+                                let number = table.map_or(f64::from(code), |table| f64::from(table[usize::from(code)]));
+                                let stored = if bits[c] == 0 { 0.0 } else { range(0) * number };
+                                f64::from(weights[q * width + c]) * (stored + range(1))
+                            })
+                            .sum::<f64>();
+                    }
+                }
+                same_everywhere(&format!("{bits:?}, {count}"), &start, &expected, |machine, scores| {
+                    let blocks = FoldedBlocks {
+                        codes: &packed,
+                        runs: &layout.runs,
+                        bytes: layout.bytes,
+                        blocks: tokens / LANES,
+                        levels: table,
+                    };
+                    let grouped = GroupedBlocks { blocks, per_group: group / LANES, ranges: &ranges };
+                    let mut folded = vec![0.0; weights.len()];
+                    machine.run(GroupedScores { grouped, weights: &weights, count, folded: &mut folded, scores });
+                });
+            }
+        }
+    }
+
+    #[test]
+    fn scores_of_tokens_with_ranges_are_those_of_the_definition_on_every_machine() {
+        for (bits, width, channels, zeros) in [(2, 64, 32, true), (5, 24, 8, true), (3, 16, 16, false)] {
+            let all = codes(LANES * width, bits, 1);
+            let (packed, layout) = blocks(&all, &vec![bits; width]);
+            let stride = if zeros { 2 * LANES } else { LANES };
+            let ranges = noise(width / channels * stride, 2);
+            let count = 3;
+            let (weights, start) = (noise(count * width, 3), noise(count * TILE, 4));
+            let sums: Vec<f32> = (0..width / channels * count)
+                .map(|i| weights[i % count * width + i / count * channels..][..channels].iter().sum())
+                .collect();
+            let mut expected: Vec<f64> = start.iter().map(|x| f64::from(*x)).collect();
+            for q in 0..count {
+                for t in 0..LANES {
+                    for c in 0..width {
+                        let at = c / channels * stride + t;
+                        let zero = if zeros { f64::from(ranges[at + LANES]) } else { 0.0 };
+                        let key = f64::from(ranges[at]) * f64::from(all[t * width + c]) + zero;
+                        expected[q * TILE + t] += f64::from(weights[q * width + c]) * key;
+                    }
+                }
+            }
+            same_everywhere(&format!("{bits} bits of {width}"), &start, &expected, |machine, scores| {
+                let block =
+                    TokenBlock { codes: &packed, runs: &layout.runs, levels: None, ranges: &ranges, channels, zeros };
+                machine.run(TokenScores { block, weights: &weights, sums: &sums, count, scores });
+            });
+        }
+    }
+
+    #[test]
+    fn coded_and_dense_values_are_summed_alike_on_every_machine() {
+        for (bits, width, channels, count) in [(2, 64, 32, 3), (4, 128, 128, 4), (7, 48, 16, 1)] {
+            let tokens = 37;
+            let all = codes(tokens * width, bits, 1);
+            let packed: Vec<u8> = all.chunks(width).flat_map(|token| pack(token, bits)).collect();
+            let chunks = width / channels;
+            let ranges = noise(tokens * 2 * chunks, 2);
+            let (p, start) = (noise(count * TILE, 3), noise(count * width, 4));
+            let values: Vec<f32> = (0..tokens * width)
+                .map(|i| {
+                    let range = &ranges[2 * (i / width * chunks + i % width / channels)..];
+                    f32::from(all[i]).mul_add(range[0], range[1])
+                })
+                .collect();
+            let mut expected: Vec<f64> = start.iter().map(|x| f64::from(*x)).collect();
+            for (i, value) in values.iter().enumerate() {
+                for q in 0..count {
+                    expected[q * width + i % width] += f64::from(p[q * TILE + i / width]) * f64::from(*value);
+                }
+            }
+            same_everywhere(&format!("{bits} bits of {width}"), &start, &expected, |machine, out| {
+                let values = CodedValues { codes: &packed, bits, ranges: &ranges, width, channels };
+                machine.run(ReadValues { values, p: &p, count, out });
+            });
+            same_everywhere(&format!("dense, {width}"), &start, &expected, |machine, out| {
+                machine.run(DenseValues { values: &values[..], ahead: &[], p: &p, width, count, out });
+            });
+        }
+    }
+
+    #[test]
+    fn dense_scores_of_any_width_and_type_are_products_on_every_machine() {
+        for (width, count) in [(64, 3), (128, 2), (20, 4), (7, 1)] {
+            let (keys, queries) = (noise(11 * width, 1), noise(count * width, 2));
+            let halves: Vec<f16> = keys.iter().map(|x| f16::from_f32(*x)).collect();
+            let start = noise(count * TILE, 3);
+            let products = |key: &dyn Fn(usize) -> f64| {
+                let mut all: Vec<f64> = start.iter().map(|x| f64::from(*x)).collect();
+                for q in 0..count {
+                    for t in 0..11 {
+                        let dot = |c: usize| f64::from(queries[q * width + c]) * key(t * width + c);
+                        all[q * TILE + t] += (0..width).map(dot).sum::<f64>();
+                    }
+                }
+                all
+            };
+            let (queries, what) = (&queries, format!("{width}, {count}"));
+            let expected = products(&|i| f64::from(keys[i]));
+            same_everywhere(&what, &start, &expected, |machine, scores| {
+                machine.run(DenseScores { keys: &keys[..], ahead: &[], queries, width, count, scores });
+            });
+            let expected = products(&|i| halves[i].to_f64());
+            same_everywhere(&what, &start, &expected, |machine, scores| {
+                machine.run(DenseScores { keys: &halves[..], ahead: &[], queries, width, count, scores });
+            });
+        }
+    }
+
+    #[test]
+    fn every_half_is_widened_exactly_on_every_machine() {
+        let halves: Vec<f16> = (0..=u16::MAX).map(f16::from_bits).collect();
+        for machine in Which::all() {
+            let mut wide = vec![0.0; halves.len()];
+            machine.run(Widen { halves: &halves, wide: &mut wide });
+            for (half, wide) in halves.iter().zip(wide) {
+                assert!(half.to_f32().to_bits() == wide.to_bits() || half.is_nan() && wide.is_nan(), "{half:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_online_softmax_is_a_softmax() {
+        let (scores, value) = (noise(TILE, 5).iter().map(|x| x * 30.0).collect::<Vec<_>>(), noise(TILE, 6));
+        let (mut max, mut sum, mut out) = (f32::NEG_INFINITY, 0.0, [0.0]);
+        for tile in [0..5, 5..90, 90..TILE] {
+            let mut p = scores[tile.clone()].to_vec();
+            online_softmax(&mut p, &mut max, &mut sum, &mut out);
+            out[0] += p.iter().zip(&value[tile]).map(|(p, v)| p * v).sum::<f32>();
+        }
+        let weight = |s: &f32| f64::from(*s - max).exp();
+        let total: f64 = scores.iter().map(weight).sum();
+        let mean = scores.iter().zip(&value).map(|(s, v)| weight(s) * f64::from(*v)).sum::<f64>() / total;
+        assert!((f64::from(sum) / total - 1.0).abs() < 1e-6);
+        assert!((f64::from(out[0] / sum) - mean).abs() < 1e-6);
+    }
 }

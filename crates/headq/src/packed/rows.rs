@@ -128,44 +128,24 @@ pub(super) fn unpack_row<const B: u32>(row: &[u8]) -> [i32; LANES] {
     codes
 }
 
+/// Runs `$body` with `$value`, one of the cases, as a constant.
+macro_rules! with_const {
+    ($value:expr, $name:ident: $type:ty = [$($case:literal)+] => $body:expr) => {
+        match $value {
+            $($case => {
+                const $name: $type = $case;
+                $body
+            })+
+            other => unreachable!("{other} is none of {:?}", [$($case),+]),
+        }
+    };
+}
+pub(super) use with_const;
+
 /// Runs `$body` with `$B` the number of bits as a constant.
 macro_rules! with_bits {
     ($bits:expr, $B:ident => $body:expr) => {
-        match $bits {
-            1 => {
-                const $B: u32 = 1;
-                $body
-            }
-            2 => {
-                const $B: u32 = 2;
-                $body
-            }
-            3 => {
-                const $B: u32 = 3;
-                $body
-            }
-            4 => {
-                const $B: u32 = 4;
-                $body
-            }
-            5 => {
-                const $B: u32 = 5;
-                $body
-            }
-            6 => {
-                const $B: u32 = 6;
-                $body
-            }
-            7 => {
-                const $B: u32 = 7;
-                $body
-            }
-            8 => {
-                const $B: u32 = 8;
-                $body
-            }
-            other => unreachable!("codes have 1 to 8 bits, not {other}"),
-        }
+        $crate::packed::rows::with_const!($bits, $B: u32 = [1 2 3 4 5 6 7 8] => $body)
     };
 }
 pub(super) use with_bits;
@@ -174,7 +154,7 @@ pub(super) use with_bits;
 mod tests {
     use proptest::prelude::*;
 
-    use super::super::simd::{Kernel, Machine, Portable, dispatch};
+    use super::super::simd::{Kernel, Machine, Which};
     use super::*;
 
     proptest! {
@@ -242,9 +222,10 @@ mod tests {
                     codes.iter().map(|c| f32::from(*c)).collect(),
                     codes.iter().map(|c| table[usize::from(*c)]).collect(),
                 ];
-                for found in [dispatch(read()), read().run(Portable)] {
-                    assert_eq!(found[0].as_slice(), expected[0], "{bits} bits");
-                    assert_eq!(found[1].as_slice(), expected[1], "{bits} bits");
+                for machine in Which::all() {
+                    let found = machine.run(read());
+                    assert_eq!(found[0].as_slice(), expected[0], "{bits} bits, {machine:?}");
+                    assert_eq!(found[1].as_slice(), expected[1], "{bits} bits, {machine:?}");
                 }
             }
         }

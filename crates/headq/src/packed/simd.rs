@@ -47,6 +47,41 @@ impl<K: Kernel, M: Machine> pulp::NullaryFnOnce for On<K, M> {
     }
 }
 
+/// The machines that this one can stand for, and a loop on one of them: for tests, which would else see the best one only.
+#[cfg(test)]
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Which {
+    Portable,
+    #[cfg(target_arch = "x86_64")]
+    Avx2(pulp::x86::V3),
+    #[cfg(target_arch = "x86_64")]
+    Avx512(pulp::x86::V4),
+}
+
+#[cfg(test)]
+impl Which {
+    pub fn all() -> Vec<Self> {
+        #[allow(unused_mut)]
+        let mut all = vec![Self::Portable];
+        #[cfg(target_arch = "x86_64")]
+        {
+            all.extend(pulp::x86::V3::try_new().map(Self::Avx2));
+            all.extend(pulp::x86::V4::try_new().map(Self::Avx512));
+        }
+        all
+    }
+
+    pub fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        match self {
+            Self::Portable => kernel.run(Portable),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2(machine) => machine.vectorize(On { kernel, machine }),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512(machine) => machine.vectorize(On { kernel, machine }),
+        }
+    }
+}
+
 /// What loops are written in.
 pub(super) trait Machine: Copy {
     /// Sixteen numbers in registers.
