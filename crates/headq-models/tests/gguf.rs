@@ -312,6 +312,18 @@ fn keys_and_tensors_that_are_there_twice() {
     fails(&gguf, &["tensor `model.norm.weight` is stored twice"]);
 }
 
+#[test]
+fn numbers_that_are_none() {
+    for key in ["llama.rope.freq_base", "llama.attention.layer_norm_rms_epsilon"] {
+        for wrong in [f32::NAN, f32::INFINITY] {
+            let mut gguf = GgufCopy::llama("llama-tied");
+            gguf.metadata.retain(|(name, _)| name != key);
+            gguf.metadata.push((key.into(), Meta::F32(wrong)));
+            fails(&gguf, &["model.gguf", key, "expected a number"]);
+        }
+    }
+}
+
 /// Wherever a file ends, and whichever header byte is wrong, the answer is an error or a model, not a panic.
 #[test]
 fn truncated_and_corrupted_files() {

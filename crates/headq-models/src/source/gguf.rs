@@ -70,7 +70,7 @@ impl GgufFile {
 
     pub fn number(&self, key: &str) -> Result<Option<f64>, ModelError> {
         self.typed(key, "a number", |v| match v {
-            MetadataValue::Real(x) => Some(*x),
+            MetadataValue::Real(x) => Some(*x).filter(|x| x.is_finite()),
             MetadataValue::Whole(n) => Some(*n as f64),
             _ => None,
         })
