@@ -705,17 +705,7 @@ fn artifacts_of_another_model() {
 
 #[test]
 fn artifact_of_the_wrong_kind() {
-    let world = World::new(GQA).calibrated();
-    world.succeeds(&[
-        "basis",
-        "stats.safetensors",
-        "--family",
-        "query-pca",
-        "--rank",
-        "2",
-        "--out",
-        "basis.safetensors",
-    ]);
+    let world = World::new(GQA).calibrated().with_basis();
     let eval = |flag, file| [EVAL, &["--scheme", SIDE, flag, file]].concat();
     fails(
         &world,

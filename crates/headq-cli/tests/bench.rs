@@ -57,8 +57,19 @@ fn json_and_plot_are_written_and_nothing_else_is_replaced() {
     for text in ["dense f32", "dense f16", SCHEME, "cached tokens", "milliseconds", "A whole decode step"] {
         assert!(plot.contains(text), "{text}");
     }
-    // Its own files may be replaced, others not.
+    // Its own files may be replaced, others not, reports of another kind among them.
     bench(&world, &files);
+    world.succeeds(
+        &[
+            &["eval", "model", "--text", "text.txt", "--context", "32", "--windows", "1"][..],
+            &["--scheme", "dense", "--out", "report.json", "--quiet"],
+        ]
+        .concat(),
+    );
+    let report = world.read("report.json");
+    let output = world.run(&["bench", "model", "--contexts", "64", "--out", "report.json"]);
+    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(world.read("report.json"), report);
     world.write("bench.svg", "<svg>mine</svg>");
     let output = world.run(&[&["bench", "model"], &files[..]].concat());
     let error = String::from_utf8(output.stderr).unwrap();
@@ -88,6 +99,9 @@ fn wrong_options_say_so() {
         (&["--scheme", "kivi-2+query-pca(rank=2,bits=4)"], 2, "--stats"),
         (&["--plot", "missing/bench.svg"], 1, "missing"),
         (&["--device", "elsewhere"], 2, "elsewhere"),
+        (&["--contexts", "1000000000000"], 2, "are available; give shorter contexts"),
+        (&["--contexts", "18446744073709551615"], 2, "are available; give shorter contexts"),
+        (&["--out", "same", "--plot", "./same"], 2, "give two files"),
     ] {
         let output = world.run(&[&["bench", "model", "--quiet"], args].concat());
         let error = String::from_utf8(output.stderr).unwrap();

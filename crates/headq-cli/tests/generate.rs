@@ -223,6 +223,35 @@ fn an_empty_prompt_needs_a_token_to_begin_with() {
 }
 
 #[test]
+fn absurd_numbers_of_tokens_are_numbers_of_tokens() {
+    let world = World::new(GQA);
+    for most in ["18446744073709551615", "9223372036854775807", "1000000000000000"] {
+        fails(&world, &["--max-tokens", most, PROMPT], 2, &["exceed the", "--beyond-context"]);
+        // No room is made ahead; the stop string ends it.
+        let args = ["--max-tokens", most, "--beyond-context", "--ignore-eos", "--stop", "w", PROMPT];
+        assert_eq!(printed(&world, &args)["stop_reason"], "stop");
+    }
+}
+
+#[test]
+#[cfg(unix)]
+fn a_long_prompt_can_be_interrupted() {
+    let world = World::new(GQA);
+    world.write("long.txt", common::text(20_000, 3));
+    let args = generate(&["--prompt-file", "long.txt", "--beyond-context", "--max-tokens", "1"]);
+    let mut child = world.command(&args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(1500));
+    let id = child.id().to_string();
+    let running = child.try_wait().unwrap().is_none();
+    assert!(running, "the prompt is too short for this test");
+    assert!(std::process::Command::new("kill").args(["-INT", &id]).status().unwrap().success());
+    let output = child.wait_with_output().unwrap();
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(error.contains("error: interrupted") && output.stdout.is_empty(), "{error}");
+}
+
+#[test]
 fn contexts_have_limits() {
     let words = |n: usize| vec!["w5"; n].join(" ");
     let learned = World::new("gpt2");
@@ -280,17 +309,7 @@ fn wrong_options_say_so() {
 
 #[test]
 fn a_basis_of_another_model_is_refused() {
-    let world = World::new(GQA).calibrated();
-    world.succeeds(&[
-        "basis",
-        "stats.safetensors",
-        "--family",
-        "query-pca",
-        "--rank",
-        "2",
-        "--out",
-        "basis.safetensors",
-    ]);
+    let world = World::new(GQA).calibrated().with_basis();
     printed(&world, &["--scheme", SIDE, "--basis", "basis.safetensors", "--max-tokens", "3", PROMPT]);
     world.surgery(|tensors| {
         let (_, _, bytes) = tensors.get_mut("lm_head.weight").unwrap();
@@ -345,7 +364,7 @@ fn an_interruption_keeps_what_is_there() {
     assert_eq!(output.status.code(), Some(1), "{error}");
     assert!(error.contains("interrupted: finishing the token in flight"), "{error}");
     assert!(error.contains("new tokens (interrupted) in ") && error.contains("cache: "), "{error}");
-    assert!(error.contains("\nerror: interrupted") && !error.contains("panicked"), "{error}");
+    assert!(error.contains("\nerror: interrupted; the text ends here") && !error.contains("panicked"), "{error}");
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(text.ends_with('\n') && text.split_whitespace().all(|w| w.starts_with('w')), "{text}");
 

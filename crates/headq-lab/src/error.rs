@@ -105,6 +105,9 @@ pub enum LabError {
     /// Interrupted from outside.
     #[error("interrupted; nothing half-written is left behind")]
     Interrupted,
+    /// A text interrupted from outside.
+    #[error("interrupted; the text ends here")]
+    Cut,
 }
 
 impl From<HubError> for LabError {

@@ -54,7 +54,7 @@ pub fn run(context: &Context, args: &Generate) -> Result<(), LabError> {
     }
     context.bars.note(&summary(&generation));
     match generation.stop_reason {
-        StopReason::Interrupted => Err(LabError::Interrupted),
+        StopReason::Interrupted => Err(LabError::Cut),
         _ => Ok(()),
     }
 }
@@ -69,7 +69,9 @@ fn sampling(args: &Generate) -> Sampling {
 /// The prompt's text, from wherever it is.
 fn prompt(args: &Generate) -> Result<String, LabError> {
     let (path, bytes) = match (&args.prompt_file, args.prompt.as_deref()) {
-        (Some(path), _) => (path.as_path(), std::fs::read(path).map_err(LabError::io(path))?),
+        (Some(path), _) => {
+            (path.as_path(), std::fs::read(path).map_err(LabError::input(path, "--prompt-file is a text file, UTF-8"))?)
+        }
         (None, Some("-")) => {
             let (path, mut bytes) = (Path::new("standard input"), Vec::new());
             std::io::stdin().read_to_end(&mut bytes).map_err(LabError::io(path))?;

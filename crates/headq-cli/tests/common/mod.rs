@@ -214,6 +214,13 @@ impl World {
         value
     }
 
+    /// With `basis.safetensors`, query-pca of rank 2 from `stats.safetensors`.
+    pub fn with_basis(self) -> Self {
+        let args = "basis stats.safetensors --family query-pca --rank 2 --out basis.safetensors";
+        self.succeeds(&args.split(' ').collect::<Vec<_>>());
+        self
+    }
+
     /// `headq eval model --text text.txt` in 3 windows of 32 with more arguments, as JSON.
     #[track_caller]
     pub fn eval(&self, args: &[&str]) -> Value {

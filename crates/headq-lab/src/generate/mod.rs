@@ -59,7 +59,7 @@ pub fn new_tokens(
     }
     let limit = config.max_position_embeddings;
     let wanted = asked.unwrap_or(DEFAULT_TOKENS.min(limit.saturating_sub(prompt)).max(1));
-    let needed = prompt + wanted;
+    let needed = prompt.saturating_add(wanted);
     if needed <= limit {
         return Ok(wanted);
     }
@@ -177,7 +177,7 @@ impl Request<'_> {
     /// Generates, giving text to `sink` as soon as it is certain. An interruption ends it as any other reason does.
     ///
     /// # Errors
-    /// If the model gives logits that are not finite, or the sink fails.
+    /// If the model gives logits that are not finite, the sink fails, or the prompt's pass is interrupted.
     pub fn run(&self, observer: &dyn Observer, sink: &mut Sink) -> Result<Generation, LabError> {
         self.sampling.check()?;
         let pool = rayon::ThreadPoolBuilder::new()
@@ -192,7 +192,7 @@ impl Request<'_> {
         let mut cache = Cache::new(self.scheme, self.model.config(), self.cache_type, &self.model.device())?;
         let mut steps = Steps::of(self.model);
         let start = Instant::now();
-        let logits = steps.prompt(self.prompt, &mut cache)?;
+        let logits = steps.prompt(self.prompt, &mut cache, observer)?;
         let prefill_seconds = start.elapsed().as_secs_f64();
 
         let start = Instant::now();
@@ -203,7 +203,7 @@ impl Request<'_> {
             text: String::new(),
         };
         let mut sampler = Sampler::new(self.sampling, self.seed);
-        let mut tokens = Vec::with_capacity(self.max_tokens);
+        let mut tokens = Vec::new();
         let mut next = sampler.next(logits);
         let stop_reason = loop {
             if observer.cancelled() {
