@@ -172,8 +172,10 @@ pub enum Output {
     Statistics,
     /// A basis.
     Basis,
-    /// The JSON of an evaluation, a comparison or a benchmark.
+    /// The JSON of an evaluation or a comparison.
     Report,
+    /// The JSON of a benchmark.
+    Benchmark,
     /// A drawing.
     Plot,
 }
@@ -185,9 +187,12 @@ impl Output {
         let kind = match self {
             Output::Statistics => "statistics",
             Output::Basis => "basis",
-            Output::Report => {
+            Output::Report | Output::Benchmark => {
                 let report: Option<serde_json::Value> = serde_json::from_slice(&bytes).ok();
-                return report.is_some_and(|r| r["program"].as_str().is_some_and(|p| p.starts_with("headq ")));
+                return report.is_some_and(|r| {
+                    let own = r["program"].as_str().is_some_and(|p| p.starts_with("headq "));
+                    own && r["bandwidth"].is_array() == (self == Output::Benchmark)
+                });
             }
             Output::Plot => return bytes.starts_with(b"<svg ") && bytes.windows(10).any(|w| w == b"--series-0"),
         };

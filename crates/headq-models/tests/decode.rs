@@ -3,9 +3,6 @@
 
 mod common;
 
-use std::hint::black_box;
-use std::time::Instant;
-
 use burn::tensor::Device;
 use common::{ALL, Copy, Expected, Plain, assert_close, fixture, floats, host, open};
 use half::{bf16, f16};
@@ -162,76 +159,4 @@ fn models_elsewhere_are_refused() {
     let model = LanguageModel::init(&ModelConfig::from_json(&config).unwrap(), &Device::flex().autodiff());
     let error = Decoder::new(&model).unwrap_err().to_string();
     assert!(error.contains("flex") && error.contains("another device"), "{error}");
-}
-
-/// Resident memory of this process, bytes.
-#[cfg(target_os = "linux")]
-fn resident() -> f64 {
-    let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
-    pages.split(' ').nth(1).unwrap().parse::<f64>().unwrap() * 4096.0
-}
-
-/// Prints how fast a step streams SmolLM2-135M's shapes beside a plain read of as many bytes. `cargo test --release --workspace
-/// --test decode -- --ignored --nocapture`
-#[test]
-#[ignore = "a measurement"]
-#[cfg(target_os = "linux")]
-fn steps_run_at_memory_speed() {
-    struct Nothing;
-    impl DecodeAttention for Nothing {
-        fn attend_one(&mut self, _: &AttentionSite, _: &[f32], _: &[f32], _: &[f32], out: &mut [f32]) {
-            out.fill(0.0);
-        }
-    }
-    let config = json!({"model_type": "llama", "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1_536,
-        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": true});
-    let model = LanguageModel::init(&ModelConfig::from_json(&config).unwrap(), &Device::flex());
-    // Parameters are made on first use.
-    model.forward(model.ids(&[1], 1, 0).unwrap(), 0, &mut Plain::new(64));
-    let before = resident();
-    let mut decoder = Decoder::new(&model).unwrap();
-    let bytes = decoder.bytes_per_step();
-    println!("weights {:.1} MB, a decoder adds {:.2} MB", bytes as f64 / 1e6, (resident() - before) / 1e6);
-    let plain = vec![1.0f32; bytes / 4];
-    let median = |mut times: Vec<f64>| {
-        times.sort_by(f64::total_cmp);
-        times[times.len() / 2]
-    };
-    for threads in [1, 2] {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-        let (mut reads, mut steps) = (Vec::new(), Vec::new());
-        for position in 0..40 {
-            let start = Instant::now();
-            black_box(read_all(&pool, &plain));
-            reads.push(start.elapsed().as_secs_f64());
-            let start = Instant::now();
-            pool.install(|| black_box(decoder.step(7, position, &mut Nothing).unwrap()[0]));
-            steps.push(start.elapsed().as_secs_f64());
-        }
-        let (read, step) = (median(reads), median(steps));
-        let speed = |t: f64| bytes as f64 / t / 1e9;
-        println!(
-            "{threads} threads: plain read {:.1} GB/s, step {:.1} GB/s ({:.2} ms, {:.0} %)",
-            speed(read),
-            speed(step),
-            step * 1e3,
-            100.0 * read / step
-        );
-    }
-}
-
-/// The sum of many numbers, as fast as they can be read.
-#[cfg(target_os = "linux")]
-fn read_all(pool: &rayon::ThreadPool, data: &[f32]) -> f32 {
-    use rayon::prelude::*;
-    let sum = |chunk: &[f32]| {
-        let mut lanes = [0.0f32; 128];
-        for x in chunk.as_chunks::<128>().0 {
-            for i in 0..128 {
-                lanes[i] += x[i];
-            }
-        }
-        lanes.iter().sum::<f32>()
-    };
-    pool.install(|| data.par_chunks(1 << 18).map(sum).sum())
 }

@@ -360,8 +360,17 @@ pub fn lane_total(x: &[f32]) -> f32 {
 }
 
 /// The instruction set that vector loops are dispatched to here.
-pub fn instructions() -> String {
-    format!("{:?}", pulp::Arch::new())
+pub fn instructions() -> &'static str {
+    #[cfg(target_arch = "x86_64")]
+    {
+        if pulp::x86::V4::is_available() {
+            return "AVX-512";
+        }
+        if pulp::x86::V3::is_available() {
+            return "AVX2";
+        }
+    }
+    std::env::consts::ARCH
 }
 
 /// Whether a tensor's f32 data can be worked on in place: on the Flex CPU backend and not part of an autodiff graph.

@@ -1,9 +1,11 @@
 //! `headq bench`
 
+use std::path::Path;
+
 use headq::DenseType;
 use headq_lab::artifact::{Output, check_writable, write_atomic};
 use headq_lab::bench::{BenchReport, Contender, Plan, Reading, Spread};
-use headq_lab::evaluate::Sources;
+use headq_lab::evaluate::{PlannedScheme, Sources};
 use headq_lab::{LabError, memory};
 use headq_models::load;
 
@@ -14,18 +16,24 @@ pub fn run(context: &Context, args: &Bench) -> Result<(), LabError> {
     for scheme in &args.scheme {
         scheme.parse::<headq::Scheme>()?;
     }
-    let outputs = [&args.out, &args.plot];
-    for path in outputs.into_iter().flatten() {
-        check_writable(path, if Some(path) == args.plot.as_ref() { Output::Plot } else { Output::Report })?;
+    if let (Some(out), Some(plot)) = (&args.out, &args.plot)
+        && same_place(out, plot)
+    {
+        return Err(LabError::Usage(format!("--out and --plot are both {}; give two files", out.display())));
     }
+    args.out.as_deref().map_or(Ok(()), |out| check_writable(out, Output::Benchmark))?;
+    args.plot.as_deref().map_or(Ok(()), |plot| check_writable(plot, Output::Plot))?;
     let device = context.device(&context.device_name())?;
     let loaded = load(context.locate(&args.model)?, &device, &context.load_options)?;
     let sources = Sources::load(&args.stats, &args.basis, &loaded.fingerprint)?;
-    let dense = sources.plan("dense", loaded.config(), context.seed())?;
+    let dense = PlannedScheme::dense();
     let schemes = sources.plan_all(&args.scheme, loaded.config(), context.seed())?;
     let both = [DenseType::F32, DenseType::F16].map(|kind| Contender { planned: &dense, dense: kind });
     let coded = schemes.iter().map(|planned| Contender { planned, dense: DenseType::F16 });
     let mut threads: Vec<usize> = args.thread_counts.iter().map(|n| n.get()).collect();
+    if let Some(most) = threads.iter().max().filter(|most| **most > context.threads) {
+        tracing::warn!("--thread-counts {most}: only {} can run at a time", context.threads);
+    }
     if threads.is_empty() {
         threads = vec![1, context.threads];
         threads.dedup();
@@ -40,7 +48,9 @@ pub fn run(context: &Context, args: &Bench) -> Result<(), LabError> {
         whole_steps: !args.attention_only,
         seed: context.seed(),
     };
-    say_memory(context, plan.cache_bytes(), loaded.description.parameters * context.dtype().bytes());
+    let weights = loaded.description.parameters * context.dtype().bytes();
+    plan.check_memory(weights)?;
+    say_memory(context, plan.cache_bytes(), weights);
     let report = plan.run(&context.bars)?;
     let json = || super::json(&report);
     if let Some(out) = &args.out {
@@ -62,9 +72,11 @@ fn say_memory(context: &Context, caches: u64, weights: u64) {
         gib(weights),
         gib(caches)
     ));
-    if free.is_some_and(|free| free < caches + weights) {
-        tracing::warn!("this machine may not have enough memory; shorter --contexts need less");
-    }
+}
+
+/// Whether two paths name one file, as far as that can be said without following links.
+fn same_place(a: &Path, b: &Path) -> bool {
+    a == b || std::path::absolute(a).is_ok_and(|a| std::path::absolute(b).is_ok_and(|b| a == b))
 }
 
 fn table(report: &BenchReport) -> String {

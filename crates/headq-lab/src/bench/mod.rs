@@ -4,7 +4,7 @@
 //! disturbs them alike: compare within one run, and ratios rather than times. Keys and values are normal random numbers, which cost
 //! what a model's own do.
 
-mod memory;
+mod bandwidth;
 
 use std::time::Instant;
 
@@ -18,9 +18,9 @@ use rand_distr::StandardNormal;
 use serde::{Deserialize, Serialize};
 
 use crate::evaluate::{PlannedScheme, head_shape};
-use crate::{LabError, Observer, PROGRAM};
+use crate::{LabError, Observer, PROGRAM, memory};
 
-pub use memory::read_bandwidth;
+pub use bandwidth::read_bandwidth;
 
 /// Tokens that are made at a time, and over again.
 const CHUNK: usize = 1024;
@@ -134,6 +134,26 @@ impl Plan<'_> {
         self.contenders.iter().map(of).sum::<f64>() as u64
     }
 
+    /// Holds what all caches of the longest context take, beside `weights` bytes, against the memory that is free.
+    ///
+    /// # Errors
+    /// If it is more.
+    pub fn check_memory(&self, weights: u64) -> Result<(), LabError> {
+        let needed = self.cache_bytes().saturating_add(weights);
+        match memory::available().filter(|free| *free < needed) {
+            None => Ok(()),
+            Some(free) => {
+                let gib = |bytes: u64| bytes as f64 / f64::from(1u32 << 30);
+                Err(LabError::Usage(format!(
+                    "the caches of --contexts {} need about {:.2} GiB, and {:.2} GiB are available; give shorter contexts or fewer schemes",
+                    self.contexts.iter().max().unwrap_or(&0),
+                    gib(needed),
+                    gib(free)
+                )))
+            }
+        }
+    }
+
     /// Measures everything.
     ///
     /// # Errors
@@ -149,9 +169,9 @@ impl Plan<'_> {
             .collect::<Result<Vec<_>, _>>()?;
         let shape = head_shape(self.model.config());
         let decoder = Decoder::new(self.model)?;
-        let weight_bytes = decoder.weight_bytes() as u64;
+        let weight_bytes = decoder.bytes_per_step() as u64;
         let rounds = (self.rounds + 1) * self.contexts.len() * self.threads.len();
-        observer.begin("rounds", rounds);
+        observer.begin_units("decode steps of all caches in turn", rounds, "rounds");
         let mut bandwidth = Vec::new();
         for (&threads, pool) in self.threads.iter().zip(&pools) {
             bandwidth.push(Bandwidth { threads, gb_per_s: pool.install(read_bandwidth) });
@@ -188,7 +208,7 @@ impl Plan<'_> {
             shape,
             rounds: self.rounds,
             seed: self.seed,
-            instructions: headq::kernels::instructions(),
+            instructions: headq::kernels::instructions().into(),
             weight_bytes,
             bandwidth,
             readings,
@@ -224,6 +244,7 @@ impl Plan<'_> {
         mut decoder: Decoder,
         observer: &dyn Observer,
     ) -> Result<Vec<Times>, LabError> {
+        let config = self.model.config();
         let mut rng = ChaCha8Rng::seed_from_u64(self.seed ^ 1);
         let mut noise =
             |heads: usize| -> Vec<f32> { (0..heads * shape.head_dim).map(|_| rng.sample(StandardNormal)).collect() };
@@ -238,8 +259,7 @@ impl Plan<'_> {
                 let start = cache.len();
                 let begin = Instant::now();
                 for layer in 0..shape.layers {
-                    let scale = 1.0 / (shape.head_dim as f64).sqrt();
-                    let window = self.model.config().windows[layer];
+                    let (scale, window) = (config.scales[layer], config.windows[layer]);
                     cache.attend_one(&AttentionSite { layer, start, scale, window }, &q, &k, &v, &mut out);
                 }
                 let attention = begin.elapsed().as_secs_f64() * 1e3;
@@ -247,7 +267,7 @@ impl Plan<'_> {
                 if round > 0 {
                     times.attention.push(attention);
                 }
-                let fits = self.model.config().position_limit().is_none_or(|limit| cache.len() < limit);
+                let fits = config.position_limit().is_none_or(|limit| cache.len() < limit);
                 if self.whole_steps && fits {
                     let begin = Instant::now();
                     decoder.step(0, cache.len(), cache)?;

@@ -214,13 +214,6 @@ impl Decoder {
         Ok(&self.scratch.logits)
     }
 
-    /// Bytes of weights that a step reads; of the tables of tokens and positions, only a tied head's.
-    pub fn weight_bytes(&self) -> usize {
-        let layers = self.blocks.iter().flat_map(Block::layers).chain(&self.head);
-        let head = if self.head.is_none() { self.embedding.bytes() } else { 0 };
-        layers.map(|layer| layer.weight.bytes()).sum::<usize>() + head
-    }
-
     /// The final hidden state of the last step, after the last normalisation: `[hidden]`.
     pub fn hidden(&self) -> &[f32] {
         &self.scratch.normed
