@@ -9,7 +9,9 @@ use half::slice::HalfFloatSliceExt;
 use crate::kernels::{exp32, vectorized};
 
 use super::keys::Run;
+use super::lanes::{Lanes, Plane};
 use super::prefetch::prefetch;
+use super::reals::Run as Stretch;
 use super::rows::{LANES, row_bytes, with_bits, with_const};
 use super::simd::{Element, Kernel, Lane, Machine, dispatch};
 
@@ -54,188 +56,289 @@ fn split<const NQ: usize>(weights: &[f32], width: usize) -> [&[f32]; NQ] {
     rows
 }
 
-/// Σ_c w_c · level(code_c) of the channels of a run, for NB blocks and NQ queries.
+/// Σ_c w_c · level(code_c) of the channels of a run, for NQ queries.
 #[inline(always)]
-fn dot_rows<M: Machine, const B: u32, const NQ: usize, const NB: usize, const LEVELS: bool>(
+fn dot_rows<M: Machine, const B: u32, const NQ: usize, const LEVELS: bool>(
     m: M,
-    blocks: [&[u8]; NB],
+    block: &[u8],
     levels: &[f32; 256],
     weights: [&[f32]; NQ],
-    sums: &mut [[M::Lanes; NB]; NQ],
+    sums: &mut [M::Lanes; NQ],
 ) {
-    let row = row_bytes(B, LANES);
-    let channels = weights[0].len();
-    let weights = weights.map(
-        #[inline(always)]
-        |w| &w[..channels],
-    );
     let mut own = *sums;
-    let mut rows = blocks.map(
-        #[inline(always)]
-        |b| b.chunks_exact(row),
-    );
-    for c in 0..channels {
-        for b in 0..NB {
-            let Some(codes) = rows[b].next() else { unreachable!("a row for each channel") };
-            let x = numbers::<M, B, LEVELS>(m, codes, levels);
-            for q in 0..NQ {
-                own[q][b] = m.mul_add(m.splat(weights[q][c]), x, own[q][b]);
-            }
+    for (c, codes) in block.chunks_exact(row_bytes(B, LANES)).take(weights[0].len()).enumerate() {
+        let x = numbers::<M, B, LEVELS>(m, codes, levels);
+        for q in 0..NQ {
+            own[q] = m.mul_add(m.splat(weights[q][c]), x, own[q]);
         }
     }
     *sums = own;
 }
 
-/// Blocks of 16 tokens whose ranges are folded into the query.
-pub(super) struct FoldedBlocks<'a> {
-    /// The blocks, `bytes` each.
-    pub codes: &'a [u8],
-    pub runs: &'a [Run],
-    pub bytes: usize,
-    pub blocks: usize,
-    pub levels: Option<&'a [f32; 256]>,
-}
-
 /// No table.
 static NO_LEVELS: [f32; 256] = [0.0; 256];
 
-impl FoldedBlocks<'_> {
-    #[inline(always)]
-    fn add<M: Machine, const NQ: usize, const NB: usize>(
-        &self,
-        m: M,
-        first: usize,
-        weights: [&[f32]; NQ],
-        constant: &[f32; MOST_QUERIES],
-        scores: &mut [f32],
-    ) {
-        let mut sums = [[m.splat(0.0); NB]; NQ];
-        for run in self.runs {
-            let weights = weights.map(
-                #[inline(always)]
-                |w| &w[run.channels.clone()],
-            );
-            let mut blocks = [&self.codes[..0]; NB];
-            for (b, block) in blocks.iter_mut().enumerate() {
-                *block = &self.codes[(first + b) * self.bytes + run.start..];
+/// Codes of one head in lanes, with what turns them into scores.
+pub(super) struct ScorePart<'a> {
+    /// The blocks, one after the other.
+    pub codes: &'a [u8],
+    pub layout: &'a Lanes,
+    /// Queries: `[count, codes]`.
+    pub stored: &'a [f32],
+    /// Queries times what a field's bits count for: `[count, fields]`.
+    pub fields: &'a [f32],
+    /// `[groups, 2, codes]`: scales, then zeros.
+    pub ranges: &'a [f32],
+    /// Room for `fields` times scales.
+    pub folded: &'a mut [f32],
+}
+
+/// Fields that are weighed without a look at how many are left.
+const UNROLLED: usize = 4;
+
+/// Sums of NQ queries over NB blocks.
+type Sums<L, const NQ: usize, const NB: usize> = [[L; NB]; NQ];
+
+/// Whether there are registers for the sums of NQ queries over `n` blocks or fields, and what goes into them.
+const fn fits<M: Machine, const NQ: usize>(n: usize) -> bool {
+    NQ * n <= if M::MANY { 16 } else { 4 }
+}
+
+/// Adds fields of NB blocks to the sums of NQ queries, times their weights.
+#[inline(always)]
+fn add_fields<M: Machine, const N: usize, const NQ: usize, const NB: usize>(
+    m: M,
+    bits: [M::Bits; NB],
+    masks: &[u32; N],
+    weights: [&[f32; N]; NQ],
+    sums: &mut Sums<M::Lanes, NQ, NB>,
+) {
+    for i in 0..N {
+        let mut x = [m.splat(0.0); NB];
+        for b in 0..NB {
+            x[b] = m.masked(bits[b], masks[i]);
+        }
+        for q in 0..NQ {
+            let w = m.splat(weights[q][i]);
+            for b in 0..NB {
+                sums[q][b] = m.mul_add(w, x[b], sums[q][b]);
             }
-            with_bits!(run.bits, B => match self.levels {
-                None => dot_rows::<M, B, NQ, NB, false>(m, blocks, &NO_LEVELS, weights, &mut sums),
-                Some(levels) => dot_rows::<M, B, NQ, NB, true>(m, blocks, levels, weights, &mut sums),
-            });
+        }
+    }
+}
+
+/// Σ_f w_f · field_f of a plane of NB blocks, for NQ queries; masks and weights are of the plane's fields.
+#[inline(always)]
+fn dot_plane<M: Machine, const NQ: usize, const NB: usize>(
+    m: M,
+    bits: [M::Bits; NB],
+    masks: &[u32],
+    weights: [&[f32]; NQ],
+    sums: &mut Sums<M::Lanes, NQ, NB>,
+) {
+    let mut own = *sums;
+    let (many, rest) = masks.as_chunks::<UNROLLED>();
+    let mut many_weights: [_; NQ] = std::array::from_fn(|q| weights[q].as_chunks::<UNROLLED>().0.iter());
+    // There are as many weights as masks.
+    'many: for masks in many {
+        let mut w = [&[0.0; UNROLLED]; NQ];
+        for q in 0..NQ {
+            let Some(next) = many_weights[q].next() else { break 'many };
+            w[q] = next;
+        }
+        add_fields(m, bits, masks, w, &mut own);
+    }
+    let rest_of = |q: usize| weights[q].as_chunks::<UNROLLED>().1.as_chunks::<1>().0.iter();
+    let mut rest_weights: [_; NQ] = std::array::from_fn(rest_of);
+    'rest: for masks in rest.as_chunks::<1>().0 {
+        let mut w = [&[0.0]; NQ];
+        for q in 0..NQ {
+            let Some(next) = rest_weights[q].next() else { break 'rest };
+            w[q] = next;
+        }
+        add_fields(m, bits, masks, w, &mut own);
+    }
+    *sums = own;
+}
+
+/// Runs `$body` with `$P` the width of a plane as a constant.
+macro_rules! with_plane {
+    ($width:expr, $P:ident => $body:expr) => {
+        with_const!($width, $P: u32 = [32 16 8 4 2 1] => $body)
+    };
+}
+
+/// A plane of a block.
+#[inline(always)]
+fn plane_of<M: Machine>(m: M, plane: &Plane, block: &[u8]) -> M::Bits {
+    let bytes = &block[plane.start..];
+    with_plane!(plane.width, P => m.plane::<P>(bytes))
+}
+
+impl ScorePart<'_> {
+    /// Folds the ranges of a group into the queries, and adds what all tokens of the group have in common to `lanes` and `rest`.
+    #[inline(always)]
+    fn fold<M: Machine, const NQ: usize>(
+        &mut self,
+        m: M,
+        group: usize,
+        lanes: &mut [M::Lanes; NQ],
+        rest: &mut [f32; NQ],
+    ) {
+        let (codes, fields) = (self.layout.codes(), self.layout.fields());
+        let (scale, zero) = self.ranges[2 * group * codes..2 * (group + 1) * codes].split_at(codes);
+        let (zeros, biases) = (zero.as_chunks::<LANES>(), self.layout.biases().as_chunks::<LANES>());
+        let scales = scale.as_chunks::<LANES>();
+        let stored = split::<NQ>(self.stored, codes);
+        for (i, ((scale, zero), bias)) in scales.0.iter().zip(zeros.0).zip(biases.0).enumerate() {
+            let zero = m.mul_add(m.load(bias), m.load(scale), m.load(zero));
+            for q in 0..NQ {
+                lanes[q] = m.mul_add(m.load(lane(stored[q], i * LANES)), zero, lanes[q]);
+            }
+        }
+        let at = scales.0.len() * LANES;
+        for (i, ((scale, zero), bias)) in scales.1.iter().zip(zeros.1).zip(biases.1).enumerate() {
+            let zero = bias.mul_add(*scale, *zero);
+            for q in 0..NQ {
+                rest[q] = stored[q][at + i].mul_add(zero, rest[q]);
+            }
+        }
+        for (from, to) in self.fields.chunks_exact(fields).zip(self.folded.chunks_exact_mut(fields)) {
+            if self.layout.whole() {
+                times(m, from, scale, to);
+            } else {
+                for (field, (from, to)) in from.iter().zip(to).enumerate() {
+                    *to = from * scale[self.layout.code(field)];
+                }
+            }
+        }
+    }
+
+    /// Adds to the sums of NB blocks.
+    #[inline(always)]
+    fn add<M: Machine, const NQ: usize, const NB: usize>(&self, m: M, first: usize, sums: &mut Sums<M::Lanes, NQ, NB>) {
+        let fields = self.layout.fields();
+        let rows = split::<NQ>(self.folded, fields);
+        let mut blocks = [&self.codes[..0]; NB];
+        for (b, block) in blocks.iter_mut().enumerate() {
+            *block = &self.codes[(first + b) * self.layout.bytes..][..self.layout.bytes];
+        }
+        for plane in &self.layout.planes {
+            let masks = self.layout.masks(plane);
+            let mut weights = rows;
+            for weights in &mut weights {
+                *weights = &weights[plane.fields.clone()];
+            }
+            let mut bits = [plane_of(m, plane, blocks[0]); NB];
+            for b in 1..NB {
+                bits[b] = plane_of(m, plane, blocks[b]);
+            }
+            dot_plane::<M, NQ, NB>(m, bits, masks, weights, sums);
+        }
+    }
+}
+
+/// `to` = a · b.
+#[inline(always)]
+fn times<M: Machine>(m: M, a: &[f32], b: &[f32], to: &mut [f32]) {
+    let (a, a_rest) = a.as_chunks::<LANES>();
+    let (b, b_rest) = b.as_chunks::<LANES>();
+    let (to, to_rest) = to.as_chunks_mut::<LANES>();
+    for ((a, b), to) in a.iter().zip(b).zip(to) {
+        m.store(m.mul(m.load(a), m.load(b)), to);
+    }
+    for ((a, b), to) in a_rest.iter().zip(b_rest).zip(to_rest) {
+        *to = a * b;
+    }
+}
+
+struct GroupedScores<'p, 'a> {
+    parts: &'p mut [Option<ScorePart<'a>>],
+    blocks: usize,
+    per_group: usize,
+    count: usize,
+    scores: &'p mut [f32],
+}
+
+impl GroupedScores<'_, '_> {
+    /// NB blocks of a group.
+    #[inline(always)]
+    fn add<M: Machine, const NQ: usize, const NB: usize>(&mut self, m: M, first: usize, constant: &[f32; NQ]) {
+        let mut sums = [[m.splat(0.0); NB]; NQ];
+        for q in 0..NQ {
+            sums[q] = [m.splat(constant[q]); NB];
+        }
+        for part in self.parts.iter().flatten() {
+            part.add(m, first, &mut sums);
         }
         for q in 0..NQ {
             for b in 0..NB {
-                let sum = m.add(sums[q][b], m.splat(constant[q]));
-                add_to(m, sum, scores, q * TILE + (first + b) * LANES);
+                add_to(m, sums[q][b], self.scores, q * TILE + (first + b) * LANES);
             }
         }
     }
-}
 
-struct FoldedScores<'a> {
-    blocks: FoldedBlocks<'a>,
-    weights: &'a [f32],
-    constant: &'a [f32; MOST_QUERIES],
-    count: usize,
-    scores: &'a mut [f32],
-}
-
-impl FoldedBlocks<'_> {
-    /// Some of the blocks, several at a time.
+    /// Blocks of a group, several at a time.
     #[inline(always)]
-    fn add_all<M: Machine, const NQ: usize>(
-        &self,
-        m: M,
-        blocks: std::ops::Range<usize>,
-        weights: &[f32],
-        constant: &[f32; MOST_QUERIES],
-        scores: &mut [f32],
-    ) {
-        let weights = split::<NQ>(weights, weights.len() / NQ);
+    fn add_all<M: Machine, const NQ: usize>(&mut self, m: M, blocks: std::ops::Range<usize>, constant: &[f32; NQ]) {
         let mut at = blocks.start;
-        if M::MANY {
+        if const { fits::<M, NQ>(4) } {
             while at + 4 <= blocks.end {
-                self.add::<M, NQ, 4>(m, at, weights, constant, scores);
+                self.add::<M, NQ, 4>(m, at, constant);
                 at += 4;
             }
         }
-        while at + 2 <= blocks.end {
-            self.add::<M, NQ, 2>(m, at, weights, constant, scores);
-            at += 2;
+        if const { fits::<M, NQ>(2) } {
+            while at + 2 <= blocks.end {
+                self.add::<M, NQ, 2>(m, at, constant);
+                at += 2;
+            }
         }
-        if at < blocks.end {
-            self.add::<M, NQ, 1>(m, at, weights, constant, scores);
+        while at < blocks.end {
+            self.add::<M, NQ, 1>(m, at, constant);
+            at += 1;
+        }
+    }
+
+    #[inline(always)]
+    fn all<M: Machine, const NQ: usize>(&mut self, m: M) {
+        let (mut at, mut group) = (0, 0);
+        while at < self.blocks {
+            let end = at.saturating_add(self.per_group).min(self.blocks);
+            let (mut lanes, mut constant) = ([m.splat(0.0); NQ], [0.0; NQ]);
+            for part in self.parts.iter_mut().flatten() {
+                part.fold(m, group, &mut lanes, &mut constant);
+            }
+            for q in 0..NQ {
+                constant[q] += m.sum(lanes[q]);
+            }
+            self.add_all::<M, NQ>(m, at..end, &constant);
+            (at, group) = (end, group + 1);
         }
     }
 }
 
-impl Kernel for FoldedScores<'_> {
+impl Kernel for GroupedScores<'_, '_> {
     type Output = ();
 
     #[inline(always)]
-    fn run<M: Machine>(self, m: M) {
-        let Self { blocks, weights, constant, count, scores } = self;
-        with_count!(count, NQ => blocks.add_all::<M, NQ>(m, 0..blocks.blocks, weights, constant, scores))
+    fn run<M: Machine>(mut self, m: M) {
+        with_count!(self.count, NQ => self.all::<M, NQ>(m));
     }
 }
 
-/// Blocks of 16 tokens in groups of whole blocks, each with ranges of its own.
-pub(super) struct GroupedBlocks<'a> {
-    pub blocks: FoldedBlocks<'a>,
-    /// Blocks of a group.
-    pub per_group: usize,
-    /// `[groups, 2, width]`: scales, then zeros.
-    pub ranges: &'a [f32],
-}
-
-struct GroupedScores<'a> {
-    grouped: GroupedBlocks<'a>,
-    weights: &'a [f32],
-    count: usize,
-    folded: &'a mut [f32],
-    scores: &'a mut [f32],
-}
-
-impl Kernel for GroupedScores<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<M: Machine>(self, m: M) {
-        let Self { grouped: GroupedBlocks { blocks, per_group, ranges }, weights, count, folded, scores } = self;
-        let width = weights.len() / count;
-        for (group, ranges) in ranges.chunks_exact(2 * width).enumerate() {
-            let (scale, zero) = ranges.split_at(width);
-            let constant = fold_on(m, weights, scale, zero, folded);
-            let own = group * per_group..((group + 1) * per_group).min(blocks.blocks);
-            with_count!(count, NQ => blocks.add_all::<M, NQ>(m, own, folded, &constant, scores))
-        }
-    }
-}
-
-/// As [`folded_scores`] with `weights` that the ranges are folded into first, into `folded`.
-pub(super) fn grouped_scores(
-    grouped: GroupedBlocks<'_>,
-    weights: &[f32],
-    count: usize,
-    folded: &mut [f32],
-    scores: &mut [f32],
-) {
-    dispatch(GroupedScores { grouped, weights, count, folded, scores });
-}
-
-/// Adds constant_q + Σ_c w_qc · level(code_tc) to the scores of each block's tokens.
+/// Adds Σ_c w_qc · (zero_c + scale_c · code_tc), over all parts, to the scores of each block's tokens; `per_group` blocks share ranges.
 ///
 /// # Shapes
-/// - `weights`: `[count, width]`; `scores`: `[count, TILE]`, the blocks' lanes from the first on
-pub(super) fn folded_scores(
-    blocks: FoldedBlocks<'_>,
-    weights: &[f32],
-    constant: &[f32; MOST_QUERIES],
+/// - `scores`: `[count, TILE]`, the blocks' lanes from the first on
+pub(super) fn grouped_scores(
+    parts: &mut [Option<ScorePart<'_>>],
+    blocks: usize,
+    per_group: usize,
     count: usize,
     scores: &mut [f32],
 ) {
-    dispatch(FoldedScores { blocks, weights, constant, count, scores });
+    dispatch(GroupedScores { parts, blocks, per_group, count, scores });
 }
 
 /// One block whose tokens have ranges of their own.
@@ -258,7 +361,7 @@ impl TokenBlock<'_> {
         let mut total = [m.splat(0.0); NQ];
         for (chunk, ranges) in self.ranges.chunks_exact(stride).enumerate() {
             let channels = chunk * self.channels..(chunk + 1) * self.channels;
-            let mut dots = [[m.splat(0.0); 1]; NQ];
+            let mut dots = [m.splat(0.0); NQ];
             for run in self.runs {
                 let from = run.channels.start.max(channels.start);
                 let to = run.channels.end.min(channels.end);
@@ -271,13 +374,13 @@ impl TokenBlock<'_> {
                     |w| &w[from..to],
                 );
                 with_bits!(run.bits, B => match self.levels {
-                    None => dot_rows::<M, B, NQ, 1, false>(m, [block], &NO_LEVELS, weights, &mut dots),
-                    Some(levels) => dot_rows::<M, B, NQ, 1, true>(m, [block], levels, weights, &mut dots),
+                    None => dot_rows::<M, B, NQ, false>(m, block, &NO_LEVELS, weights, &mut dots),
+                    Some(levels) => dot_rows::<M, B, NQ, true>(m, block, levels, weights, &mut dots),
                 });
             }
             let scale = m.load(lane(ranges, 0));
             for q in 0..NQ {
-                total[q] = m.mul_add(scale, dots[q][0], total[q]);
+                total[q] = m.mul_add(scale, dots[q], total[q]);
                 if self.zeros {
                     total[q] = m.mul_add(m.load(lane(ranges, LANES)), m.splat(sums[chunk * NQ + q]), total[q]);
                 }
@@ -312,56 +415,6 @@ impl Kernel for TokenScores<'_> {
 /// - `weights`: `[count, width]`; `sums`: their sums over each chunk, `[chunks, count]`; `scores`: `[count, TILE]` from the block on
 pub(super) fn token_scores(block: TokenBlock<'_>, weights: &[f32], sums: &[f32], count: usize, scores: &mut [f32]) {
     dispatch(TokenScores { block, weights, sums, count, scores });
-}
-
-/// Folds ranges into queries: `out` = w · scale, and Σ_c w_c · zero_c of each query.
-#[inline(always)]
-fn fold_on<M: Machine>(m: M, weights: &[f32], scale: &[f32], zero: &[f32], out: &mut [f32]) -> [f32; MOST_QUERIES] {
-    let width = scale.len();
-    let mut constant = [0.0; MOST_QUERIES];
-    let queries = weights.chunks_exact(width).zip(out.chunks_exact_mut(width));
-    for ((weights, out), constant) in queries.zip(&mut constant) {
-        let mut sum = m.splat(0.0);
-        let (whole, rest) = weights.as_chunks::<LANES>();
-        let at = whole.len() * LANES;
-        let (out, out_rest) = out.as_chunks_mut::<LANES>();
-        let ranges = scale.as_chunks::<LANES>().0.iter().zip(zero.as_chunks::<LANES>().0);
-        for ((w, out), (scale, zero)) in whole.iter().zip(out).zip(ranges) {
-            let w = m.load(w);
-            m.store(m.mul(w, m.load(scale)), out);
-            sum = m.mul_add(w, m.load(zero), sum);
-        }
-        *constant = m.sum(sum);
-        for (i, (w, out)) in rest.iter().zip(out_rest).enumerate() {
-            *out = w * scale[at + i];
-            *constant = w.mul_add(zero[at + i], *constant);
-        }
-    }
-    constant
-}
-
-struct Fold<'a> {
-    weights: &'a [f32],
-    scale: &'a [f32],
-    zero: &'a [f32],
-    out: &'a mut [f32],
-}
-
-impl Kernel for Fold<'_> {
-    type Output = [f32; MOST_QUERIES];
-
-    #[inline(always)]
-    fn run<M: Machine>(self, m: M) -> [f32; MOST_QUERIES] {
-        fold_on(m, self.weights, self.scale, self.zero, self.out)
-    }
-}
-
-/// Folds ranges into queries: `out` = w · scale, and Σ_c w_c · zero_c of each query.
-///
-/// # Shapes
-/// `weights`, `out`: `[count, width]`; `scale`, `zero`: `[width]`
-pub(super) fn fold(weights: &[f32], scale: &[f32], zero: &[f32], out: &mut [f32]) -> [f32; MOST_QUERIES] {
-    dispatch(Fold { weights, scale, zero, out })
 }
 
 struct DenseScores<'a, E> {
@@ -544,82 +597,188 @@ pub(super) fn dense_values<E: Element>(
     dispatch(DenseValues { values, ahead, p, width, count, out });
 }
 
-/// Values of consecutive tokens in codes of one width, with ranges for chunks of whole rows.
+/// Probabilities of a tile's tokens times their values' ranges.
+#[derive(Debug, Default)]
+pub(super) struct Weighed {
+    /// p · scale: `[chunks, count, TILE]`
+    pub scaled: Vec<f32>,
+    /// Σp · scale and Σp · zero: `[chunks, count]`
+    pub sums: Vec<[f32; 2]>,
+}
+
+struct Weigh<'a, E> {
+    ranges: &'a [E],
+    chunks: usize,
+    p: &'a [f32],
+    first: usize,
+    tokens: usize,
+    count: usize,
+    to: &'a mut Weighed,
+}
+
+impl<E: Element> Kernel for Weigh<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<M: Machine>(self, m: M) {
+        with_count!(self.count, NQ => self.all::<M, NQ>(m))
+    }
+}
+
+impl<E: Element> Weigh<'_, E> {
+    #[inline(always)]
+    fn all<M: Machine, const NQ: usize>(self, m: M) {
+        let Self { ranges, chunks, p, first, tokens, to, .. } = self;
+        let record = 2 * chunks * LANES;
+        // Whole blocks, if tokens begin with one, then token by token.
+        let whole = if first == 0 { tokens / LANES } else { 0 };
+        let p = split::<NQ>(p, TILE.min(p.len() / NQ));
+        for (chunk, scaled) in to.scaled.chunks_exact_mut(NQ * TILE).enumerate() {
+            let mut sums = [[m.splat(0.0); 2]; NQ];
+            for (block, ranges) in ranges.chunks_exact(record).take(whole).enumerate() {
+                let scale = E::load(m, lane(ranges, 2 * chunk * LANES));
+                let zero = E::load(m, lane(ranges, (2 * chunk + 1) * LANES));
+                for q in 0..NQ {
+                    let p = m.load(lane(p[q], block * LANES));
+                    let product = m.mul(p, scale);
+                    let at = q * TILE + block * LANES;
+                    m.store(product, (&mut scaled[at..at + LANES]).try_into().expect("sixteen elements"));
+                    sums[q] = [m.add(sums[q][0], product), m.mul_add(p, zero, sums[q][1])];
+                }
+            }
+            for q in 0..NQ {
+                let mut sums = [m.sum(sums[q][0]), m.sum(sums[q][1])];
+                for t in whole * LANES..tokens {
+                    let at = (first + t) / LANES * record + 2 * chunk * LANES + (first + t) % LANES;
+                    let product = p[q][t] * ranges[at].wide();
+                    scaled[q * TILE + t] = product;
+                    sums = [sums[0] + product, p[q][t].mul_add(ranges[at + LANES].wide(), sums[1])];
+                }
+                to.sums[chunk * NQ + q] = sums;
+            }
+        }
+    }
+}
+
+/// Probabilities times the scales of tokens' values, and their sums.
+///
+/// # Shapes
+/// - `ranges`: `[blocks, chunks, 2, 16]`: scales and zeros of 16 tokens; `first` is the place of the first token in the first block
+/// - `p`: `[count, TILE]` from the first token on
+pub(super) fn weigh(
+    ranges: Stretch<'_>,
+    chunks: usize,
+    p: &[f32],
+    (first, tokens): (usize, usize),
+    count: usize,
+    to: &mut Weighed,
+) {
+    to.scaled.resize(chunks * count * TILE, 0.0);
+    to.sums.resize(chunks * count, [0.0; 2]);
+    match ranges {
+        Stretch::F16(ranges) => dispatch(Weigh { ranges, chunks, p, first, tokens, count, to }),
+        Stretch::F32(ranges) => dispatch(Weigh { ranges, chunks, p, first, tokens, count, to }),
+    }
+}
+
+/// Values of consecutive tokens: in lanes, each with every sixteenth channel.
 pub(super) struct CodedValues<'a> {
-    /// `[tokens, width]` codes in rows.
+    /// Tokens, one after the other.
     pub codes: &'a [u8],
-    pub bits: u32,
-    /// `[tokens, chunks, 2]`: scale and zero.
-    pub ranges: &'a [f32],
-    /// Channels of a token, a multiple of 16.
-    pub width: usize,
-    /// Channels that share a range, a multiple of 16.
-    pub channels: usize,
+    pub layout: &'a Lanes,
+    /// Codes of a lane whose channels share a range.
+    pub per_chunk: usize,
+    /// `[chunks, count, TILE]` from the first token on: p · scale.
+    pub scaled: &'a [f32],
+    /// `[chunks, count]`: Σp · scale of the tokens.
+    pub sums: &'a [[f32; 2]],
 }
 
 impl CodedValues<'_> {
+    /// Σ_t p_qt · scale_t · code_t of NF neighbouring fields of a plane, which share ranges.
     #[inline(always)]
-    fn columns<M: Machine, const B: u32, const NQ: usize, const NR: usize>(
+    fn fields<M: Machine, const P: u32, const NQ: usize, const NF: usize>(
         &self,
         m: M,
-        p: &[f32],
+        plane: &Plane,
         first: usize,
         out: &mut [f32],
     ) {
-        let row = row_bytes(B, LANES);
-        let token_bytes = self.width / LANES * row;
-        let chunks = self.width / self.channels;
-        let chunk: [usize; NR] = std::array::from_fn(|r| (first + r) * LANES / self.channels);
-        let mut sums = [[m.splat(0.0); NR]; NQ];
-        let mut p = p.chunks(TILE);
-        let mut p: [_; NQ] = std::array::from_fn(|_| p.next().unwrap_or_default().iter());
-        let ranges = self.ranges.as_chunks::<2>().0.chunks_exact(chunks);
-        for (codes, ranges) in self.codes.chunks_exact(token_bytes).zip(ranges) {
-            let codes = &codes[first * row..(first + NR) * row];
-            let mut weights = [m.splat(0.0); NQ];
+        let chunk = self.layout.code(first) / self.per_chunk;
+        let masks = lane_masks::<NF>(self.layout.masks(plane), first - plane.fields.start);
+        let mut sums = [[m.splat(0.0); NF]; NQ];
+        let mut p: [_; NQ] = std::array::from_fn(|q| self.scaled[(chunk * NQ + q) * TILE..][..TILE].iter());
+        'tokens: for token in self.codes.chunks_exact(self.layout.bytes) {
+            let bits = m.plane::<P>(&token[plane.start..]);
+            let mut w = [m.splat(0.0); NQ];
             for q in 0..NQ {
-                weights[q] = m.splat(p[q].next().copied().unwrap_or_default());
+                // A tile has no more tokens than weights.
+                let Some(p) = p[q].next() else { break 'tokens };
+                w[q] = m.splat(*p);
             }
-            for r in 0..NR {
-                let [scale, zero] = ranges[chunk[r]];
-                let x = numbers::<M, B, false>(m, &codes[r * row..(r + 1) * row], &NO_LEVELS);
-                let x = m.mul_add(x, m.splat(scale), m.splat(zero));
+            for f in 0..NF {
+                let x = m.masked(bits, masks[f]);
                 for q in 0..NQ {
-                    sums[q][r] = m.mul_add(weights[q], x, sums[q][r]);
+                    sums[q][f] = m.mul_add(w[q], x, sums[q][f]);
                 }
             }
         }
-        for q in 0..NQ {
-            for r in 0..NR {
-                add_to(m, sums[q][r], out, q * self.width + (first + r) * LANES);
+        let width = self.layout.codes() * LANES;
+        for f in 0..NF {
+            let (at, place) = (self.layout.code(first + f) * LANES, m.splat(self.layout.place(first + f)));
+            for q in 0..NQ {
+                add_to(m, m.mul(sums[q][f], place), out, q * width + at);
             }
         }
     }
 
+    /// All fields of a plane.
     #[inline(always)]
-    fn all<M: Machine, const B: u32, const NQ: usize>(&self, m: M, p: &[f32], out: &mut [f32]) {
-        let rows = self.width / LANES;
-        let mut first = 0;
-        if M::MANY {
-            while first + 4 <= rows {
-                self.columns::<M, B, NQ, 4>(m, p, first, out);
-                first += 4;
-            }
-        }
-        while first + 2 <= rows {
-            self.columns::<M, B, NQ, 2>(m, p, first, out);
-            first += 2;
-        }
-        while first < rows {
-            self.columns::<M, B, NQ, 1>(m, p, first, out);
-            first += 1;
+    fn plane<M: Machine, const P: u32, const NQ: usize>(&self, m: M, plane: &Plane, out: &mut [f32]) {
+        let mut at = plane.fields.start;
+        while at < plane.fields.end {
+            let chunk = self.layout.code(at) / self.per_chunk;
+            let alike = (at..plane.fields.end).take_while(|f| self.layout.code(*f) / self.per_chunk == chunk).count();
+            at += match alike {
+                4.. if const { fits::<M, NQ>(4) } => {
+                    self.fields::<M, P, NQ, 4>(m, plane, at, out);
+                    4
+                }
+                2.. if const { fits::<M, NQ>(2) } => {
+                    self.fields::<M, P, NQ, 2>(m, plane, at, out);
+                    2
+                }
+                _ => {
+                    self.fields::<M, P, NQ, 1>(m, plane, at, out);
+                    1
+                }
+            };
         }
     }
+
+    #[inline(always)]
+    fn all<M: Machine, const NQ: usize>(&self, m: M, out: &mut [f32]) {
+        for plane in &self.layout.planes {
+            with_plane!(plane.width, P => self.plane::<M, P, NQ>(m, plane, out));
+        }
+        let width = self.layout.codes() * LANES;
+        for (code, bias) in self.layout.biases().iter().enumerate().filter(|(_, bias)| **bias != 0.0) {
+            for q in 0..NQ {
+                let [scales, _] = self.sums[code / self.per_chunk * NQ + q];
+                add_to(m, m.splat(bias * scales), out, q * width + code * LANES);
+            }
+        }
+    }
+}
+
+/// Some masks of a plane.
+#[inline(always)]
+fn lane_masks<const N: usize>(masks: &[u32], at: usize) -> &[u32; N] {
+    masks[at..at + N].try_into().expect("as many masks as fields")
 }
 
 struct ReadValues<'a> {
     values: CodedValues<'a>,
-    p: &'a [f32],
     count: usize,
     out: &'a mut [f32],
 }
@@ -629,17 +788,17 @@ impl Kernel for ReadValues<'_> {
 
     #[inline(always)]
     fn run<M: Machine>(self, m: M) {
-        let Self { values, p, count, out } = self;
-        with_count!(count, NQ => with_bits!(values.bits, B => values.all::<M, B, NQ>(m, p, out)))
+        let Self { values, count, out } = self;
+        with_count!(count, NQ => values.all::<M, NQ>(m, out))
     }
 }
 
-/// Adds Σ_t p_qt · (zero + scale · code) of consecutive coded values.
+/// Adds Σ_t p_qt · scale_t · code_t of consecutive coded values; zeros are not added.
 ///
 /// # Shapes
-/// - `p`: `[count, TILE]` from the first token on; `out`: `[count, width]`
-pub(super) fn coded_values(values: CodedValues<'_>, p: &[f32], count: usize, out: &mut [f32]) {
-    dispatch(ReadValues { values, p, count, out });
+/// `out`: `[count, width]`
+pub(super) fn coded_values(values: CodedValues<'_>, count: usize, out: &mut [f32]) {
+    dispatch(ReadValues { values, count, out });
 }
 
 /// The sum of the lanes, upper half onto lower half.
@@ -754,8 +913,8 @@ pub(super) fn widen(halves: &[f16], wide: &mut [f32]) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::keys::Layout;
-    use super::super::rows::{pack, put};
+    use super::super::keys::Rows;
+    use super::super::rows::put;
     use super::super::simd::Which;
     use super::*;
 
@@ -782,66 +941,110 @@ mod tests {
         }
     }
 
-    /// Blocks of 16 tokens from `[tokens, width]` codes, and their layout.
-    fn blocks(codes: &[u8], bits: &[u32]) -> (Vec<u8>, Layout) {
-        let (layout, width) = (Layout::new(bits), bits.len());
-        let mut packed = vec![0; codes.len() / width / LANES * layout.bytes];
-        for (token, codes) in codes.chunks(width).enumerate() {
+    /// Blocks of 16 tokens from `[tokens, codes]` codes, in lanes.
+    fn in_lanes(codes: &[u8], layout: &Lanes) -> Vec<u8> {
+        let mut packed = vec![0; codes.len() / layout.codes() / LANES * layout.bytes];
+        for (token, codes) in codes.chunks(layout.codes()).enumerate() {
             let block = &mut packed[token / LANES * layout.bytes..][..layout.bytes];
-            for run in &layout.runs {
-                let rows = block[run.start..].chunks_mut(row_bytes(run.bits, LANES));
-                for (row, code) in rows.zip(&codes[run.channels.clone()]) {
-                    put(row, run.bits, LANES, token % LANES, *code);
+            codes.iter().enumerate().for_each(|(i, code)| layout.put(block, token % LANES, i, *code));
+        }
+        packed
+    }
+
+    /// One block of 16 tokens from `[16, width]` codes, in rows.
+    fn in_rows(codes: &[u8], bits: &[u32]) -> (Vec<u8>, Rows) {
+        let rows = Rows::new(bits);
+        let mut block = vec![0; rows.bytes];
+        for (lane, codes) in codes.chunks(bits.len()).enumerate() {
+            for run in &rows.runs {
+                let to = block[run.start..].chunks_mut(row_bytes(run.bits, LANES));
+                for (row, code) in to.zip(&codes[run.channels.clone()]) {
+                    put(row, run.bits, LANES, lane, *code);
                 }
             }
         }
-        (packed, layout)
+        (block, rows)
+    }
+
+    /// Codes, ranges and queries of a part.
+    struct Coded {
+        layout: Lanes,
+        all: Vec<u8>,
+        packed: Vec<u8>,
+        ranges: Vec<f32>,
+        weights: Vec<f32>,
+        fields: Vec<f32>,
+    }
+
+    impl Coded {
+        fn new(bits: &[u32], tokens: usize, groups: usize, count: usize) -> Self {
+            let (layout, n) = (Lanes::new(bits), bits.len());
+            let all: Vec<u8> = (0..tokens * n).map(|i| codes(i + 1, bits[i % n], 5)[i]).collect();
+            let weights = noise(count * n, 3);
+            let field = |i: usize| {
+                let (q, f) = (i / layout.fields(), i % layout.fields());
+                weights[q * n + layout.code(f)] * layout.place(f)
+            };
+            Self {
+                packed: in_lanes(&all, &layout),
+                ranges: noise(groups * 2 * n, 2),
+                fields: (0..count * layout.fields()).map(field).collect(),
+                all,
+                weights,
+                layout,
+            }
+        }
+
+        fn score(&self, q: usize, t: usize, group: usize) -> f64 {
+            let n = self.layout.codes();
+            let product = |c: usize| {
+                let range = |which: usize| f64::from(self.ranges[(t / group * 2 + which) * n + c]);
+                f64::from(self.weights[q * n + c]) * (range(0) * f64::from(self.all[t * n + c]) + range(1))
+            };
+            (0..n).map(product).sum()
+        }
+
+        fn part<'a>(&'a self, folded: &'a mut [f32]) -> ScorePart<'a> {
+            ScorePart {
+                codes: &self.packed,
+                layout: &self.layout,
+                stored: &self.weights,
+                fields: &self.fields,
+                ranges: &self.ranges,
+                folded,
+            }
+        }
     }
 
     #[test]
     fn scores_of_groups_are_those_of_the_definition_on_every_machine() {
-        let levels: [f32; 256] = std::array::from_fn(|i| (i as f32 - 3.3) * 0.7);
-        // Channels without bits are not stored and count as nothing.
-        for (bits, tokens, group) in [
-            (vec![2; 64], 128, 32),
-            (vec![3; 20], 48, 16),
-            (vec![8, 8, 5, 4, 4, 1, 0, 0], 112, 64),
-            (vec![6, 7, 2, 3, 0, 1], 16, 128),
+        for (bits, tokens, group, side) in [
+            (vec![2; 64], 128usize, 32usize, Some(vec![4; 4])),
+            (vec![3; 20], 48, 16, None),
+            (vec![8, 8, 5, 4, 4, 1], 112, 64, Some(vec![2; 3])),
+            (vec![6, 7, 2, 3, 1], 16, 128, None),
+            ([vec![6; 3], vec![4; 9], vec![3; 17], vec![1; 20]].concat(), 96, 128, Some(vec![3; 8])),
+            (vec![8; 16], 64, 128, None),
         ] {
-            let width = bits.len();
-            let all: Vec<u8> = (0..tokens * width)
-                .map(|i| if bits[i % width] == 0 { 0 } else { codes(i + 1, bits[i % width], 5)[i] })
-                .collect();
-            let (packed, layout) = blocks(&all, &bits);
             let groups = tokens.div_ceil(group);
-            let ranges = noise(groups * 2 * width, 2);
-            for (count, table) in [(1, None), (3, None), (4, Some(&levels))] {
-                let (weights, start) = (noise(count * width, 3), noise(count * TILE, 4));
+            for count in [1, 3, 4] {
+                let base = Coded::new(&bits, tokens, groups, count);
+                let side = side.as_ref().map(|bits| Coded::new(bits, tokens, groups, count));
+                let start = noise(count * TILE, 4);
                 let mut expected: Vec<f64> = start.iter().map(|x| f64::from(*x)).collect();
                 for q in 0..count {
                     for t in 0..tokens {
-                        expected[q * TILE + t] += (0..width)
-                            .map(|c| {
-                                let range = |which: usize| f64::from(ranges[(t / group * 2 + which) * width + c]);
-                                let code = all[t * width + c];
-                                let number = table.map_or(f64::from(code), |table| f64::from(table[usize::from(code)]));
-                                let stored = if bits[c] == 0 { 0.0 } else { range(0) * number };
-                                f64::from(weights[q * width + c]) * (stored + range(1))
-                            })
-                            .sum::<f64>();
+                        let all = [Some(&base), side.as_ref()];
+                        expected[q * TILE + t] += all.iter().flatten().map(|c| c.score(q, t, group)).sum::<f64>();
                     }
                 }
                 same_everywhere(&format!("{bits:?}, {count}"), &start, &expected, |machine, scores| {
-                    let blocks = FoldedBlocks {
-                        codes: &packed,
-                        runs: &layout.runs,
-                        bytes: layout.bytes,
-                        blocks: tokens / LANES,
-                        levels: table,
-                    };
-                    let grouped = GroupedBlocks { blocks, per_group: group / LANES, ranges: &ranges };
-                    let mut folded = vec![0.0; weights.len()];
-                    machine.run(GroupedScores { grouped, weights: &weights, count, folded: &mut folded, scores });
+                    let mut folded =
+                        [vec![0.0; base.fields.len()], vec![0.0; side.as_ref().map_or(0, |s| s.fields.len())]];
+                    let [first, second] = &mut folded;
+                    let mut parts = [Some(base.part(first)), side.as_ref().map(|side| side.part(second))];
+                    let (parts, blocks, per_group) = (&mut parts[..], tokens / LANES, group / LANES);
+                    machine.run(GroupedScores { parts, blocks, per_group, count, scores });
                 });
             }
         }
@@ -851,7 +1054,7 @@ mod tests {
     fn scores_of_tokens_with_ranges_are_those_of_the_definition_on_every_machine() {
         for (bits, width, channels, zeros) in [(2, 64, 32, true), (5, 24, 8, true), (3, 16, 16, false)] {
             let all = codes(LANES * width, bits, 1);
-            let (packed, layout) = blocks(&all, &vec![bits; width]);
+            let (packed, rows) = in_rows(&all, &vec![bits; width]);
             let stride = if zeros { 2 * LANES } else { LANES };
             let ranges = noise(width / channels * stride, 2);
             let count = 3;
@@ -872,7 +1075,7 @@ mod tests {
             }
             same_everywhere(&format!("{bits} bits of {width}"), &start, &expected, |machine, scores| {
                 let block =
-                    TokenBlock { codes: &packed, runs: &layout.runs, levels: None, ranges: &ranges, channels, zeros };
+                    TokenBlock { codes: &packed, runs: &rows.runs, levels: None, ranges: &ranges, channels, zeros };
                 machine.run(TokenScores { block, weights: &weights, sums: &sums, count, scores });
             });
         }
@@ -880,18 +1083,25 @@ mod tests {
 
     #[test]
     fn coded_and_dense_values_are_summed_alike_on_every_machine() {
-        for (bits, width, channels, count) in [(2, 64, 32, 3), (4, 128, 128, 4), (7, 48, 16, 1)] {
+        for (bits, width, channels, count, first) in
+            [(2, 64, 32, 3, 0), (4, 128, 128, 4, 5), (7, 48, 16, 1, 0), (3, 64, 64, 2, 0), (8, 64, 32, 3, 0)]
+        {
             let tokens = 37;
+            let layout = Lanes::new(&vec![bits; width / LANES]);
             let all = codes(tokens * width, bits, 1);
-            let packed: Vec<u8> = all.chunks(width).flat_map(|token| pack(token, bits)).collect();
+            let mut packed = vec![0; tokens * layout.bytes];
+            for (token, codes) in packed.chunks_mut(layout.bytes).zip(all.chunks(width)) {
+                codes.iter().enumerate().for_each(|(c, code)| layout.put(token, c % LANES, c / LANES, *code));
+            }
             let chunks = width / channels;
-            let ranges = noise(tokens * 2 * chunks, 2);
+            let ranges = noise((first + tokens).div_ceil(LANES) * chunks * 2 * LANES, 2);
             let (p, start) = (noise(count * TILE, 3), noise(count * width, 4));
+            let range = |t: usize, c: usize, which: usize| {
+                let (block, lane) = ((first + t) / LANES, (first + t) % LANES);
+                ranges[((block * chunks + c / channels) * 2 + which) * LANES + lane]
+            };
             let values: Vec<f32> = (0..tokens * width)
-                .map(|i| {
-                    let range = &ranges[2 * (i / width * chunks + i % width / channels)..];
-                    f32::from(all[i]).mul_add(range[0], range[1])
-                })
+                .map(|i| f32::from(all[i]).mul_add(range(i / width, i % width, 0), range(i / width, i % width, 1)))
                 .collect();
             let mut expected: Vec<f64> = start.iter().map(|x| f64::from(*x)).collect();
             for (i, value) in values.iter().enumerate() {
@@ -900,8 +1110,15 @@ mod tests {
                 }
             }
             same_everywhere(&format!("{bits} bits of {width}"), &start, &expected, |machine, out| {
-                let values = CodedValues { codes: &packed, bits, ranges: &ranges, width, channels };
-                machine.run(ReadValues { values, p: &p, count, out });
+                let mut to = Weighed { scaled: vec![0.0; chunks * count * TILE], sums: vec![[0.0; 2]; chunks * count] };
+                machine.run(Weigh { ranges: &ranges[..], chunks, p: &p, first, tokens, count, to: &mut to });
+                let per_chunk = channels / LANES;
+                let values =
+                    CodedValues { codes: &packed, layout: &layout, per_chunk, scaled: &to.scaled, sums: &to.sums };
+                machine.run(ReadValues { values, count, out });
+                for (i, out) in out.iter_mut().enumerate() {
+                    *out += to.sums[i % width / channels * count + i / width][1];
+                }
             });
             same_everywhere(&format!("dense, {width}"), &start, &expected, |machine, out| {
                 machine.run(DenseValues { values: &values[..], ahead: &[], p: &p, width, count, out });

@@ -1,7 +1,8 @@
 //! Coded keys of one layer: base or side codes, in blocks of 16 tokens.
 //!
-//! Within a block a channel's 16 codes are one row ([`super::rows`]), so that a vector loop scores 16 tokens at a time against one channel
-//! of the query. Scales are folded into the query once per group where the tokens of a group share them.
+//! A vector loop scores 16 tokens at a time, channel by channel of the query. Where tokens share a channel's range, codes lie in lanes
+//! ([`super::lanes`]), and scales are folded into the query once per group; where tokens have ranges of their own, a channel's 16 codes
+//! are one row ([`super::rows`]).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,6 +11,7 @@ use std::sync::Arc;
 use super::cube::{Packing, Pages};
 use super::file::Part;
 use super::kernels::{self, MOST_QUERIES, TILE};
+use super::lanes::Lanes;
 use super::paged::Paged;
 use super::prefetch::prefetch;
 use super::reals::{DenseType, Reals};
@@ -27,15 +29,15 @@ pub(super) struct Run {
     pub start: usize,
 }
 
-/// How a head's block of 16 tokens is laid out: a row for each channel that has bits.
+/// A block of 16 tokens with a row for each channel that has bits.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Layout {
+pub(super) struct Rows {
     pub runs: Vec<Run>,
     /// Bytes of a block.
     pub bytes: usize,
 }
 
-impl Layout {
+impl Rows {
     /// From the bits of each channel; those without bits are not stored.
     pub fn new(bits: &[u32]) -> Self {
         let (mut runs, mut bytes) = (Vec::<Run>::new(), 0);
@@ -48,12 +50,83 @@ impl Layout {
         }
         Self { runs, bytes }
     }
+
+    /// Rows of codes and the channels they belong to.
+    fn each(&self) -> impl Iterator<Item = (u32, usize, Range<usize>)> {
+        self.runs.iter().flat_map(|run| {
+            let row = row_bytes(run.bits, LANES);
+            run.channels.clone().enumerate().map(move |(i, channel)| {
+                let start = run.start + i * row;
+                (run.bits, channel, start..start + row)
+            })
+        })
+    }
+}
+
+/// How a head's block of 16 tokens is laid out.
+#[derive(Debug, Clone, PartialEq)]
+enum Layout {
+    /// Row by row: codes that are looked up in a table, or whose ranges are those of tokens.
+    Rows(Rows),
+    /// A lane for each token: codes that stand for themselves, with ranges that tokens share.
+    Lanes {
+        lanes: Lanes,
+        /// The channel of each code of a lane.
+        channels: Vec<usize>,
+    },
+}
+
+impl Layout {
+    /// From the bits of each channel; those without bits are not stored.
+    fn lanes(bits: &[u32]) -> Self {
+        let channels = stored_channels(bits);
+        let bits: Vec<u32> = channels.iter().map(|channel| bits[*channel]).collect();
+        Layout::Lanes { lanes: Lanes::new(&bits), channels }
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Layout::Rows(rows) => rows.bytes,
+            Layout::Lanes { lanes, .. } => lanes.bytes,
+        }
+    }
+
+    /// Writes a token's codes, one for each channel.
+    fn put(&self, block: &mut [u8], lane: usize, codes: &[f32]) {
+        match self {
+            Layout::Rows(rows) => {
+                for (bits, channel, at) in rows.each() {
+                    put(&mut block[at], bits, LANES, lane, codes[channel] as u8);
+                }
+            }
+            Layout::Lanes { lanes, channels } => {
+                for (code, channel) in channels.iter().enumerate() {
+                    lanes.put(block, lane, code, codes[*channel] as u8);
+                }
+            }
+        }
+    }
+
+    /// Calls `f` with each stored channel of a token and its code.
+    fn each(&self, block: &[u8], lane: usize, mut f: impl FnMut(usize, u8)) {
+        match self {
+            Layout::Rows(rows) => rows.each().for_each(|(bits, c, at)| f(c, get(&block[at], bits, LANES, lane))),
+            Layout::Lanes { lanes, channels } => {
+                channels.iter().enumerate().for_each(|(code, c)| f(*c, lanes.get(block, lane, code)));
+            }
+        }
+    }
+}
+
+/// Channels that have bits.
+fn stored_channels(bits: &[u32]) -> Vec<usize> {
+    (0..bits.len()).filter(|channel| bits[*channel] > 0).collect()
 }
 
 /// What turns codes back into numbers.
 #[derive(Debug, Clone)]
 pub(super) enum Ranges {
-    /// A scale and a zero for each channel over the tokens of a group: records of scales, then zeros, one for each group.
+    /// A scale and a zero for each channel that has bits, over the tokens of a group: records of scales, then zeros, one for each group.
     Group { group: usize, values: Reals },
     /// A scale, and with `zeros` a zero, for each `channels` neighbouring channels of a token: records for 16 tokens, for each chunk of
     /// channels 16 scales, then 16 zeros.
@@ -82,24 +155,50 @@ pub(super) struct Queries {
     /// `[count, width]`
     pub weights: Vec<f32>,
     pub count: usize,
+    /// Weights of the channels that have bits: `[count, codes]`.
+    stored: Vec<f32>,
+    /// What a field's bits count for, where they lie: `[count, fields]`.
+    fields: Vec<f32>,
+}
+
+/// Codes to be scored: one head's, against queries that [`KeyCodes::prepare`] has seen.
+#[derive(Clone, Copy)]
+pub(super) struct Scored<'a> {
+    pub codes: &'a KeyCodes,
+    pub head: usize,
+    pub queries: &'a Queries,
 }
 
 /// Buffers of one thread.
 #[derive(Debug, Default)]
 pub(super) struct Folded {
-    /// Query times scale: `[count, width]`.
+    parts: [FoldedPart; MOST_PARTS],
+    /// Sums of each chunk's query channels: `[chunks, count]`.
+    sums: Vec<f32>,
+}
+
+/// Buffers for the codes of a [`Scored`].
+#[derive(Debug, Default)]
+struct FoldedPart {
+    /// Query times scale.
     weights: Vec<f32>,
-    /// Query times zero, summed, for each query.
-    constant: [f32; MOST_QUERIES],
-    /// A record of ranges.
+    /// Records of ranges.
     record: Vec<f32>,
 }
 
+/// Codes that are scored together: base and side codes.
+const MOST_PARTS: usize = 2;
+
 impl KeyCodes {
     /// No tokens yet.
+    ///
+    /// # Shapes
+    /// - `bits`: `[heads][width]`
     pub fn new(width: usize, bits: &[Vec<u32>], ranges: Ranges, levels: Option<Arc<[f32; 256]>>) -> Self {
-        let layouts: Vec<Layout> = bits.iter().map(|bits| Layout::new(bits)).collect();
-        let codes = Paged::new(layouts.iter().map(|l| l.bytes).collect(), TILE_BLOCKS);
+        let in_lanes = levels.is_none() && !matches!(ranges, Ranges::Token { .. });
+        let layout = |bits: &Vec<u32>| if in_lanes { Layout::lanes(bits) } else { Layout::Rows(Rows::new(bits)) };
+        let layouts: Vec<Layout> = bits.iter().map(layout).collect();
+        let codes = Paged::new(layouts.iter().map(Layout::bytes).collect(), TILE_BLOCKS);
         Self { heads: bits.len(), width, layouts, levels, codes, ranges, len: 0 }
     }
 
@@ -125,15 +224,8 @@ impl KeyCodes {
         self.codes.extend(self.len.div_ceil(LANES));
         for (head, codes) in codes.chunks(tokens * self.width).enumerate() {
             for (i, token) in codes.chunks(self.width).enumerate() {
-                let (block, lane) = ((start + i) / LANES, (start + i) % LANES);
-                let rows = self.codes.record_mut(head, block);
-                for run in &self.layouts[head].runs {
-                    let row = row_bytes(run.bits, LANES);
-                    let rows = rows[run.start..].chunks_mut(row);
-                    for (row, &code) in rows.zip(&token[run.channels.clone()]) {
-                        put(row, run.bits, LANES, lane, code as u8);
-                    }
-                }
+                let block = self.codes.record_mut(head, (start + i) / LANES);
+                self.layouts[head].put(block, (start + i) % LANES, token);
             }
         }
         match &mut self.ranges {
@@ -143,8 +235,13 @@ impl KeyCodes {
                 values.extend(first + groups);
                 let per_group = scale.chunks(self.width).zip(zero.chunks(self.width));
                 for (i, (scale, zero)) in per_group.enumerate() {
-                    values.put(i / groups, first + i % groups, 0, scale);
-                    values.put(i / groups, first + i % groups, self.width, zero);
+                    let head = i / groups;
+                    let Layout::Lanes { channels, .. } = &self.layouts[head] else {
+                        unreachable!("ranges of groups come with lanes")
+                    };
+                    let of = |all: &[f32]| channels.iter().map(|c| all[*c]).collect::<Vec<_>>();
+                    values.put(head, first + i % groups, 0, &of(scale));
+                    values.put(head, first + i % groups, channels.len(), &of(zero));
                 }
             }
             Ranges::Token { channels, zeros, values } => {
@@ -208,43 +305,56 @@ impl KeyCodes {
     /// Reads one token back: zero + scale · level for each coefficient, 0 where it has no bits.
     pub fn read(&self, head: usize, token: usize, out: &mut [f32]) {
         out.fill(0.0);
-        let rows = self.codes.record(head, token / LANES);
-        let mut range = self.range_of(head, token);
-        for run in &self.layouts[head].runs {
-            let row = row_bytes(run.bits, LANES);
-            for (row, channel) in rows[run.start..].chunks(row).zip(run.channels.clone()) {
-                let code = get(row, run.bits, LANES, token % LANES);
-                let level = self.levels.as_ref().map_or(f32::from(code), |levels| levels[usize::from(code)]);
-                let (scale, zero) = range(channel);
-                out[channel] = level * scale + zero;
-            }
-        }
+        let block = self.codes.record(head, token / LANES);
+        let ranges = self.ranges_of(head, token);
+        self.layouts[head].each(block, token % LANES, |channel, code| {
+            let level = self.levels.as_ref().map_or(f32::from(code), |levels| levels[usize::from(code)]);
+            let [scale, zero] = ranges[channel];
+            out[channel] = level * scale + zero;
+        });
     }
 
-    /// Scale and zero of each channel of a token.
-    fn range_of(&self, head: usize, token: usize) -> impl FnMut(usize) -> (f32, f32) {
-        let mut record = Vec::new();
-        match &self.ranges {
-            Ranges::Fixed { scale, zero } => {
-                record.extend_from_slice(&scale[head * self.width..][..self.width]);
-                record.extend_from_slice(&zero[head * self.width..][..self.width]);
+    /// Scale and zero of each channel of a token; 0 where it has no bits.
+    fn ranges_of(&self, head: usize, token: usize) -> Vec<[f32; 2]> {
+        match (&self.ranges, &self.layouts[head]) {
+            (Ranges::Fixed { scale, zero }, _) => {
+                let of_head = head * self.width..(head + 1) * self.width;
+                scale[of_head.clone()].iter().zip(&zero[of_head]).map(|(scale, zero)| [*scale, *zero]).collect()
             }
-            Ranges::Group { group, values } => {
-                record.resize(2 * self.width, 0.0);
+            (Ranges::Group { group, values }, Layout::Lanes { channels, .. }) => {
+                let mut record = vec![0.0; 2 * channels.len()];
                 values.read(head, token / group, &mut record);
+                let mut all = vec![[0.0; 2]; self.width];
+                for (i, channel) in channels.iter().enumerate() {
+                    all[*channel] = [record[i], record[channels.len() + i]];
+                }
+                all
             }
-            Ranges::Token { channels, zeros, values } => {
+            (Ranges::Group { .. }, Layout::Rows(_)) => unreachable!("ranges of groups come with lanes"),
+            (Ranges::Token { channels, zeros, values }, _) => {
                 let stride = if *zeros { 2 * LANES } else { LANES };
                 let mut block = vec![0.0; self.width / channels * stride];
                 values.read(head, token / LANES, &mut block);
                 let lane = token % LANES;
-                record.extend((0..self.width).map(|c| block[c / channels * stride + lane]));
-                let zero = |c: usize| if *zeros { block[c / channels * stride + LANES + lane] } else { 0.0 };
-                record.extend((0..self.width).map(zero));
+                let range = |channel: usize| {
+                    let at = channel / channels * stride + lane;
+                    [block[at], if *zeros { block[at + LANES] } else { 0.0 }]
+                };
+                (0..self.width).map(range).collect()
             }
         }
-        let width = self.width;
-        move |channel| (record[channel], record[width + channel])
+    }
+
+    /// Makes the forms of queries that the codes of a head are scored with.
+    pub fn prepare(&self, head: usize, queries: &mut Queries) {
+        let Layout::Lanes { lanes, channels } = &self.layouts[head] else { return };
+        queries.stored.clear();
+        queries.fields.clear();
+        for weights in queries.weights.chunks(self.width) {
+            queries.stored.extend(channels.iter().map(|c| weights[*c]));
+            let field = |f: usize| weights[channels[lanes.code(f)]] * lanes.place(f);
+            queries.fields.extend((0..lanes.fields()).map(field));
+        }
     }
 
     /// Starts to fetch what [`KeyCodes::add_scores`] reads of some tokens of a tile.
@@ -260,160 +370,180 @@ impl KeyCodes {
         }
     }
 
-    /// Adds the scores of up to a tile of blocks to `scores` `[count, TILE]`; lanes past the last token get what they get.
-    ///
-    /// `blocks` begin at a multiple of a tile's.
-    pub fn add_scores(
-        &self,
-        head: usize,
-        blocks: Range<usize>,
-        queries: &Queries,
-        folded: &mut Folded,
-        scores: &mut [f32],
-    ) {
-        let codes = self.codes.run(head, blocks.clone());
-        let layout = &self.layouts[head];
-        let levels = self.levels.as_deref();
+    /// Tokens that share a range of each channel; `None` where tokens have ranges of their own.
+    fn shared_by(&self) -> Option<usize> {
         match &self.ranges {
-            Ranges::Fixed { scale, zero } => {
-                let of_head = head * self.width..(head + 1) * self.width;
-                folded.fold(queries, &scale[of_head.clone()], &zero[of_head]);
-                self.add_folded(codes, layout, queries.count, folded, blocks.len(), scores);
-            }
-            Ranges::Group { group, values } => {
-                let last = self.len - 1;
-                if TILE.is_multiple_of(*group) && group.is_multiple_of(LANES) || group.is_multiple_of(TILE) {
-                    // A tile's groups lie in one page, or it lies in one group.
-                    let groups = blocks.start * LANES / group..(blocks.end * LANES - 1).min(last) / group + 1;
-                    let mut record = std::mem::take(&mut folded.record);
-                    let ranges = values.run(head, groups, &mut record);
-                    let blocks = kernels::FoldedBlocks {
-                        codes,
-                        runs: &layout.runs,
-                        bytes: layout.bytes,
-                        blocks: blocks.len(),
-                        levels,
-                    };
-                    let grouped = kernels::GroupedBlocks { blocks, per_group: group / LANES, ranges };
-                    folded.weights.resize(queries.weights.len(), 0.0);
-                    kernels::grouped_scores(grouped, &queries.weights, queries.count, &mut folded.weights, scores);
-                    folded.record = record;
-                    return;
-                }
-                let group_of = |token: usize| token.min(last) / group;
-                let mut at = blocks.start;
-                while at < blocks.end {
-                    let first = group_of(at * LANES);
-                    folded.fold_group(queries, values, head, first, self.width);
-                    // As many blocks as lie in this group alone.
-                    let whole = (at..blocks.end).take_while(|b| group_of(b * LANES + LANES - 1) == first).count();
-                    let local = at - blocks.start;
-                    if whole > 0 {
-                        let codes = &codes[local * layout.bytes..];
-                        self.add_folded(codes, layout, queries.count, folded, whole, &mut scores[local * LANES..]);
-                        at += whole;
-                        continue;
-                    }
-                    // A block of several groups: each group's lanes from a pass of its own.
-                    let codes = &codes[local * layout.bytes..][..layout.bytes];
-                    for group_index in first..=group_of(at * LANES + LANES - 1) {
-                        folded.fold_group(queries, values, head, group_index, self.width);
-                        let mut own = [0.0; MOST_QUERIES * TILE];
-                        self.add_folded(codes, layout, queries.count, folded, 1, &mut own);
-                        let lanes = |token: usize| token.saturating_sub(at * LANES).min(LANES);
-                        let lanes = lanes(group_index * group)..lanes((group_index + 1) * group);
-                        for q in 0..queries.count {
-                            let to = &mut scores[q * TILE + local * LANES..][lanes.clone()];
-                            for (to, own) in to.iter_mut().zip(&own[q * TILE..][lanes.clone()]) {
-                                *to += own;
-                            }
-                        }
-                    }
-                    at += 1;
-                }
-            }
-            Ranges::Token { channels, zeros, values } => {
-                let mut record = std::mem::take(&mut folded.record);
-                let ranges = values.run(head, blocks.clone(), &mut record);
-                folded.sum_chunks(queries, *channels);
-                for (local, codes) in codes.chunks(layout.bytes).enumerate() {
-                    let chunks = self.width / channels;
-                    let stride = if *zeros { 2 * LANES } else { LANES };
-                    let ranges = &ranges[local * chunks * stride..][..chunks * stride];
-                    let block = kernels::TokenBlock {
-                        codes,
-                        runs: &layout.runs,
-                        levels,
-                        ranges,
-                        channels: *channels,
-                        zeros: *zeros,
-                    };
-                    let scores = &mut scores[local * LANES..];
-                    kernels::token_scores(block, &queries.weights, &folded.weights, queries.count, scores);
-                }
-                folded.record = record;
-            }
+            Ranges::Fixed { .. } => Some(usize::MAX),
+            Ranges::Group { group, .. } => Some(*group),
+            Ranges::Token { .. } => None,
         }
     }
 
-    /// Blocks that share the folded query.
-    fn add_folded(
-        &self,
-        codes: &[u8],
-        layout: &Layout,
-        count: usize,
-        folded: &Folded,
-        blocks: usize,
-        scores: &mut [f32],
-    ) {
-        let levels = self.levels.as_deref();
-        let block = kernels::FoldedBlocks { codes, runs: &layout.runs, bytes: layout.bytes, blocks, levels };
-        kernels::folded_scores(block, &folded.weights, &folded.constant, count, scores);
+    /// Records of ranges of some groups, one after the other: scales, then zeros.
+    fn records<'a>(&'a self, head: usize, groups: Range<usize>, record: &'a mut Vec<f32>) -> &'a [f32] {
+        match (&self.ranges, &self.layouts[head]) {
+            (Ranges::Group { values, .. }, _) => values.run(head, groups, record),
+            (Ranges::Fixed { scale, zero }, Layout::Lanes { channels, .. }) => {
+                record.clear();
+                for all in [scale, zero] {
+                    record.extend(channels.iter().map(|c| all[head * self.width + c]));
+                }
+                record
+            }
+            _ => unreachable!("tokens have no ranges of their own in lanes"),
+        }
+    }
+
+    /// Adds the scores of up to a tile of blocks to `scores` `[count, TILE]`; lanes past the last token get what they get.
+    ///
+    /// `blocks` begin at a multiple of a tile's. Base and side codes of the same groups are read together.
+    pub fn add_scores(parts: &[Scored<'_>], blocks: Range<usize>, folded: &mut Folded, scores: &mut [f32]) {
+        let mut at = 0;
+        while at < parts.len() {
+            let shared = parts[at].codes.shared_by();
+            let count = parts[at..].iter().take_while(|part| part.codes.shared_by() == shared).count();
+            match shared {
+                None => {
+                    parts[at].add_by_token(blocks.clone(), folded, scores);
+                    at += 1;
+                }
+                Some(group) => {
+                    add_by_group(&parts[at..at + count], group, blocks.clone(), folded, scores);
+                    at += count;
+                }
+            }
+        }
+    }
+}
+
+/// Scores of codes whose ranges are shared by the tokens of the same groups.
+fn add_by_group(parts: &[Scored<'_>], group: usize, blocks: Range<usize>, folded: &mut Folded, scores: &mut [f32]) {
+    let last = parts[0].codes.len - 1;
+    let group_of = |token: usize| token.min(last) / group;
+    // A tile's groups lie in one page, or it lies in one group.
+    let whole = TILE.is_multiple_of(group) && group.is_multiple_of(LANES) || group.is_multiple_of(TILE);
+    if whole || group == usize::MAX {
+        let groups = group_of(blocks.start * LANES)..group_of(blocks.end * LANES - 1) + 1;
+        return score_groups(parts, blocks, groups, group / LANES, folded, scores);
+    }
+    let start = blocks.start;
+    let mut at = start;
+    while at < blocks.end {
+        let first = group_of(at * LANES);
+        let local = (at - start) * LANES;
+        // As many blocks as lie in this group alone.
+        let alone = (at..blocks.end).take_while(|b| group_of(b * LANES + LANES - 1) == first).count();
+        if alone > 0 {
+            score_groups(parts, at..at + alone, first..first + 1, alone, folded, &mut scores[local..]);
+            at += alone;
+            continue;
+        }
+        // A block of several groups: each group's lanes from a pass of its own.
+        for index in first..=group_of(at * LANES + LANES - 1) {
+            let mut own = [0.0; MOST_QUERIES * TILE];
+            score_groups(parts, at..at + 1, index..index + 1, 1, folded, &mut own);
+            let lanes = |token: usize| token.saturating_sub(at * LANES).min(LANES);
+            let lanes = lanes(index * group)..lanes((index + 1) * group);
+            for q in 0..parts[0].queries.count {
+                let to = &mut scores[q * TILE + local..][lanes.clone()];
+                for (to, own) in to.iter_mut().zip(&own[q * TILE..][lanes.clone()]) {
+                    *to += own;
+                }
+            }
+        }
+        at += 1;
+    }
+}
+
+/// Scores of blocks in groups of `per_group` blocks.
+fn score_groups(
+    parts: &[Scored<'_>],
+    blocks: Range<usize>,
+    groups: Range<usize>,
+    per_group: usize,
+    folded: &mut Folded,
+    scores: &mut [f32],
+) {
+    let count = parts[0].queries.count;
+    let mut all: [_; MOST_PARTS] = std::array::from_fn(|_| None);
+    for ((part, buffers), to) in parts.iter().zip(&mut folded.parts).zip(&mut all) {
+        let Scored { codes, head, queries } = *part;
+        let Layout::Lanes { lanes, .. } = &codes.layouts[head] else {
+            unreachable!("ranges of groups come with lanes")
+        };
+        buffers.weights.resize(queries.fields.len(), 0.0);
+        *to = Some(kernels::ScorePart {
+            codes: codes.codes.run(head, blocks.clone()),
+            layout: lanes,
+            stored: &queries.stored,
+            fields: &queries.fields,
+            ranges: codes.records(head, groups.clone(), &mut buffers.record),
+            folded: &mut buffers.weights,
+        });
+    }
+    kernels::grouped_scores(&mut all, blocks.len(), per_group, count, scores);
+}
+
+impl Scored<'_> {
+    /// Scores of codes whose ranges are those of tokens.
+    fn add_by_token(&self, blocks: Range<usize>, folded: &mut Folded, scores: &mut [f32]) {
+        let Scored { codes: KeyCodes { width, levels, .. }, head, queries } = *self;
+        let (Ranges::Token { channels, zeros, values }, Layout::Rows(rows)) =
+            (&self.codes.ranges, &self.codes.layouts[head])
+        else {
+            unreachable!("ranges of tokens come with rows")
+        };
+        folded.sum_chunks(queries, *channels);
+        let ranges = values.run(head, blocks.clone(), &mut folded.parts[0].record);
+        let chunks = width / channels;
+        let stride = if *zeros { 2 * LANES } else { LANES };
+        for (local, codes) in self.codes.codes.run(head, blocks).chunks(rows.bytes).enumerate() {
+            let block = kernels::TokenBlock {
+                codes,
+                runs: &rows.runs,
+                levels: levels.as_deref(),
+                ranges: &ranges[local * chunks * stride..][..chunks * stride],
+                channels: *channels,
+                zeros: *zeros,
+            };
+            let scores = &mut scores[local * LANES..];
+            kernels::token_scores(block, &queries.weights, &folded.sums, queries.count, scores);
+        }
     }
 }
 
 impl Folded {
-    fn fold(&mut self, queries: &Queries, scale: &[f32], zero: &[f32]) {
-        self.weights.resize(queries.weights.len(), 0.0);
-        self.constant = kernels::fold(&queries.weights, scale, zero, &mut self.weights);
-    }
-
-    fn fold_group(&mut self, queries: &Queries, values: &Reals, head: usize, group: usize, width: usize) {
-        let mut record = std::mem::take(&mut self.record);
-        let ranges = values.run(head, group..group + 1, &mut record);
-        let (scale, zero) = ranges.split_at(width);
-        self.weights.resize(queries.weights.len(), 0.0);
-        self.constant = kernels::fold(&queries.weights, scale, zero, &mut self.weights);
-        self.record = record;
-    }
-
-    /// The sum of each chunk's query channels, `[chunks, count]`, in `weights`.
     fn sum_chunks(&mut self, queries: &Queries, channels: usize) {
         let width = queries.weights.len() / queries.count;
-        self.weights.clear();
+        self.sums.clear();
         for chunk in (0..width).step_by(channels) {
             let sum = |query: &[f32]| query[chunk..chunk + channels].iter().sum::<f32>();
-            self.weights.extend(queries.weights.chunks(width).map(sum));
+            self.sums.extend(queries.weights.chunks(width).map(sum));
         }
     }
 }
 
-/// Ranges of a part, with nothing in it yet.
-pub(super) fn group_ranges(kind: DenseType, heads: usize, group: usize, width: usize) -> Ranges {
-    let slots = (TILE / group).max(1);
-    Ranges::Group { group, values: Reals::new(kind, heads, 2 * width, slots) }
+/// Ranges of groups of tokens, with nothing in them yet.
+///
+/// # Shapes
+/// - `bits`: `[heads][width]`; channels without bits have no ranges
+pub(super) fn group_ranges(kind: DenseType, bits: &[Vec<u32>], group: usize) -> Ranges {
+    let records = bits.iter().map(|bits| 2 * stored_channels(bits).len()).collect();
+    Ranges::Group { group, values: Reals::new(kind, records, (TILE / group).max(1)) }
 }
 
-/// As [`group_ranges`].
+/// Ranges of `channels` neighbouring channels of a token, with nothing in them yet.
 pub(super) fn token_ranges(kind: DenseType, heads: usize, width: usize, channels: usize, zeros: bool) -> Ranges {
     let stride = if zeros { 2 * LANES } else { LANES };
-    Ranges::Token { channels, zeros, values: Reals::new(kind, heads, width / channels * stride, TILE_BLOCKS) }
+    let records = vec![width / channels * stride; heads];
+    Ranges::Token { channels, zeros, values: Reals::new(kind, records, TILE_BLOCKS) }
 }
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 impl Pages for KeyCodes {
     fn packing(&self) -> Packing {
-        let [run] = self.layouts[0].runs.as_slice() else { unreachable!("all channels have the same bits") };
+        // What is covered has the same bits in all channels.
+        let bits = (self.layouts[0].bytes() * 8 / LANES / self.width) as u32;
         let (channels, zeros, ranges, values) = match &self.ranges {
             Ranges::Group { group, values } => (None, true, (*group, 2 * self.width), values),
             Ranges::Token { channels, zeros, values } => {
@@ -424,11 +554,11 @@ impl Pages for KeyCodes {
         };
         Packing {
             heads: self.heads,
-            bits: run.bits,
+            bits,
             width: self.width,
             channels,
             zeros,
-            codes: (LANES, self.layouts[0].bytes),
+            codes: (LANES, self.layouts[0].bytes()),
             ranges,
             half: matches!(values, Reals::F16(_)),
         }
@@ -439,7 +569,20 @@ impl Pages for KeyCodes {
     }
 
     fn code_bytes(&self, head: usize, records: Range<usize>) -> Vec<u8> {
-        self.codes.copy(head, records)
+        let pages = records.map(|block| self.codes.record(head, block));
+        let Layout::Lanes { .. } = &self.layouts[head] else { return pages.flatten().copied().collect() };
+        let rows = Rows::new(&vec![self.packing().bits; self.width]);
+        let relaid = |block: &[u8]| {
+            let mut to = vec![0; rows.bytes];
+            for lane in 0..LANES {
+                self.layouts[head].each(block, lane, |channel, code| {
+                    let row = row_bytes(rows.runs[0].bits, LANES);
+                    put(&mut to[channel * row..(channel + 1) * row], rows.runs[0].bits, LANES, lane, code);
+                });
+            }
+            to
+        };
+        pages.flat_map(relaid).collect()
     }
 
     fn range_bytes(&self, head: usize, records: Range<usize>) -> Vec<u8> {

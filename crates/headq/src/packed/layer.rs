@@ -11,7 +11,7 @@ use rayon::prelude::*;
 
 use super::file::{Counts, Part};
 use super::kernels::{self, MOST_QUERIES, TILE};
-use super::keys::{Folded, KeyCodes, Queries, Ranges, group_ranges, token_ranges};
+use super::keys::{Folded, KeyCodes, Queries, Ranges, Scored, group_ranges, token_ranges};
 use super::reals::{DenseType, Run};
 use super::rows::LANES;
 use super::stream::{Place, Stream};
@@ -109,8 +109,9 @@ impl PackedLayer {
             let base = &key.base;
             let meta = base.meta.into();
             let channels = base.channels.unwrap_or(head_dim);
+            let bits = vec![vec![base.bits; head_dim]; kv_heads];
             let ranges = match base.quantizer {
-                Quantizer::Kivi => group_ranges(meta, kv_heads, base.flush.group, head_dim),
+                Quantizer::Kivi => group_ranges(meta, &bits, base.flush.group),
                 Quantizer::Token => token_ranges(meta, kv_heads, head_dim, channels, true),
                 Quantizer::Rotated => token_ranges(meta, kv_heads, head_dim, channels, false),
                 Quantizer::Grid => {
@@ -126,17 +127,18 @@ impl PackedLayer {
                 }
                 Arc::new(table)
             });
-            KeyCodes::new(head_dim, &vec![vec![base.bits; head_dim]; kv_heads], ranges, levels)
+            KeyCodes::new(head_dim, &bits, ranges, levels)
         });
         let side = scheme.key.and_then(|key| key.side.map(|side| (key, side))).map(|(key, side)| {
             let by_query_head = side.scope == Scope::QueryHead;
             let side_heads = if by_query_head { heads } else { kv_heads };
             let meta = key.base.meta.into();
+            let bits = vec![vec![side.bits; side.rank]; side_heads];
             let ranges = match side.scales {
-                SideScales::Group => group_ranges(meta, side_heads, key.base.flush.group, side.rank),
+                SideScales::Group => group_ranges(meta, &bits, key.base.flush.group),
                 SideScales::Token => token_ranges(meta, side_heads, side.rank, side.rank, true),
             };
-            let codes = KeyCodes::new(side.rank, &vec![vec![side.bits; side.rank]; side_heads], ranges, None);
+            let codes = KeyCodes::new(side.rank, &bits, ranges, None);
             let decoder = module.decoder().expect("a side code has a decoder").swap_dims(1, 2);
             let decoder = host(decoder).into_iter().map(|u| u * side.sign.factor() as f32).collect();
             Side { codes, decoder, by_query_head }
@@ -522,8 +524,9 @@ impl PackedLayer {
             let own = &q[group.head * d..(group.head + group.count) * d];
             group.plain.clear();
             group.plain.extend(own.iter().map(|q| q * scale));
-            if self.key_codes.is_some() {
+            if let Some(codes) = &self.key_codes {
                 group.base.turn(self.rotation.as_deref(), &group.plain, d, group.count);
+                codes.prepare(group.kv_head, &mut group.base);
             }
             if let Some(side) = &self.side {
                 let rank = side.codes.width();
@@ -532,10 +535,12 @@ impl PackedLayer {
                     group.side.resize_with(group.count.max(group.side.len()), Queries::default);
                     for (q, (to, plain)) in group.side.iter_mut().zip(group.plain.chunks(d)).enumerate() {
                         to.turn(Some(matrix(group.head + q)), plain, d, 1);
+                        side.codes.prepare(group.head + q, to);
                     }
                 } else {
                     group.side.resize_with(group.side.len().max(1), Queries::default);
                     group.side[0].turn(Some(matrix(group.kv_head)), &group.plain, d, group.count);
+                    side.codes.prepare(group.kv_head, &mut group.side[0]);
                 }
             }
         }
@@ -624,35 +629,11 @@ impl PackedLayer {
         for (offset, place) in self.keys.places(tile) {
             match place {
                 Place::Codes(tokens) => {
-                    let codes = self.key_codes.as_ref().expect("coded keys have codes");
                     debug_assert!(tokens.start.is_multiple_of(LANES), "tiles begin with whole blocks");
                     let blocks = tokens.start / LANES..tokens.end.div_ceil(LANES);
                     // Lanes past the last coded token are dense tokens' or nobody's: they are made anew below.
                     let used = offset + tokens.len();
-                    let scores_from = &mut scores[offset..];
-                    codes.add_scores(group.kv_head, blocks.clone(), &group.base, &mut buffers.folded, scores_from);
-                    if let Some(side) = &self.side {
-                        if side.by_query_head {
-                            for q in 0..group.count {
-                                let own = &mut scores_from[q * TILE..];
-                                side.codes.add_scores(
-                                    group.head + q,
-                                    blocks.clone(),
-                                    &group.side[q],
-                                    &mut buffers.folded,
-                                    own,
-                                );
-                            }
-                        } else {
-                            side.codes.add_scores(
-                                group.kv_head,
-                                blocks,
-                                &group.side[0],
-                                &mut buffers.folded,
-                                scores_from,
-                            );
-                        }
-                    }
+                    self.score_codes(group, blocks, &mut buffers.folded, &mut scores[offset..]);
                     for q in 0..group.count {
                         scores[q * TILE + used..(q + 1) * TILE].fill(0.0);
                     }
@@ -671,6 +652,21 @@ impl PackedLayer {
                     }
                 }),
             }
+        }
+    }
+
+    /// Adds the scores of blocks of base and side codes.
+    fn score_codes(&self, group: &QueryGroup, blocks: Range<usize>, folded: &mut Folded, scores: &mut [f32]) {
+        let codes = self.key_codes.as_ref().expect("coded keys have codes");
+        let base = Scored { codes, head: group.kv_head, queries: &group.base };
+        let Some(side) = &self.side else { return KeyCodes::add_scores(&[base], blocks, folded, scores) };
+        let own = |head: usize, q: usize| Scored { codes: &side.codes, head, queries: &group.side[q] };
+        if !side.by_query_head {
+            return KeyCodes::add_scores(&[base, own(group.kv_head, 0)], blocks, folded, scores);
+        }
+        KeyCodes::add_scores(&[base], blocks.clone(), folded, scores);
+        for q in 0..group.count {
+            KeyCodes::add_scores(&[own(group.head + q, q)], blocks.clone(), folded, &mut scores[q * TILE..]);
         }
     }
 

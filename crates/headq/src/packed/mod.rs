@@ -7,7 +7,7 @@
 //!
 //! | module | what |
 //! |---|---|
-//! | `rows` | codes in bits |
+//! | `lanes`, `rows` | codes in bits: for vector loops over sixteen lanes; code by code |
 //! | `paged`, `reals` | records in pages; real numbers in them |
 //! | `stream` | dense sinks, codes, dense window: which token is where (E10) |
 //! | `keys`, `values` | coded keys and side codes in blocks of 16 tokens; coded values token by token |
@@ -21,6 +21,7 @@ mod cube;
 mod file;
 mod kernels;
 mod keys;
+mod lanes;
 mod layer;
 mod paged;
 mod prefetch;

@@ -78,12 +78,21 @@ macro_rules! either {
 }
 
 /// Records as they lie in a page.
+#[derive(Clone, Copy)]
 pub(super) enum Run<'a> {
     F16(&'a [f16]),
     F32(&'a [f32]),
 }
 
 impl Run<'_> {
+    /// How many numbers there are.
+    pub fn len(&self) -> usize {
+        match self {
+            Run::F16(x) => x.len(),
+            Run::F32(x) => x.len(),
+        }
+    }
+
     /// Starts to fetch them.
     pub fn prefetch(&self) {
         match self {
@@ -102,10 +111,11 @@ impl Reals {
         }
     }
 
-    pub fn new(kind: DenseType, heads: usize, record: usize, slots: usize) -> Self {
+    /// Records of these lengths, one for each head.
+    pub fn new(kind: DenseType, records: Vec<usize>, slots: usize) -> Self {
         match kind {
-            DenseType::F16 => Reals::F16(Paged::new(vec![record; heads], slots)),
-            DenseType::F32 => Reals::F32(Paged::new(vec![record; heads], slots)),
+            DenseType::F16 => Reals::F16(Paged::new(records, slots)),
+            DenseType::F32 => Reals::F32(Paged::new(records, slots)),
         }
     }
 

@@ -86,9 +86,11 @@ impl Which {
 pub(super) trait Machine: Copy {
     /// Sixteen numbers in registers.
     type Lanes: Copy;
+    /// 32 bits of sixteen lanes.
+    type Bits: Copy;
     /// Whether there are registers for twenty of them.
     const MANY: bool;
-    /// Whether halves are widened by one instruction.
+    /// Whether halves are widened in registers.
     const HALVES: bool;
     fn splat(self, x: f32) -> Self::Lanes;
     fn load(self, x: &Lane) -> Self::Lanes;
@@ -99,6 +101,10 @@ pub(super) trait Machine: Copy {
     fn mul(self, a: Self::Lanes, b: Self::Lanes) -> Self::Lanes;
     /// The sum of all lanes: upper half onto lower half until one is left.
     fn sum(self, x: Self::Lanes) -> f32;
+    /// A plane of P bits of each lane ([`super::lanes`]), in the lowest bits; what is above them, where P is less than 8, is anything.
+    fn plane<const P: u32>(self, plane: &[u8]) -> Self::Bits;
+    /// What a mask leaves of each lane, as a signed number.
+    fn masked(self, bits: Self::Bits, mask: u32) -> Self::Lanes;
     /// The codes of a row as numbers.
     fn codes<const B: u32>(self, row: &[u8]) -> Self::Lanes;
     /// The table's number for each code of a row.
@@ -152,6 +158,7 @@ fn each(f: impl Fn(usize) -> f32) -> Lane {
 
 impl Machine for Portable {
     type Lanes = Lane;
+    type Bits = [u32; LANES];
     const MANY: bool = false;
     const HALVES: bool = false;
 
@@ -196,6 +203,26 @@ impl Machine for Portable {
     }
 
     #[inline(always)]
+    fn plane<const P: u32>(self, plane: &[u8]) -> [u32; LANES] {
+        let plane = &plane[..LANES * P as usize / 8];
+        let mut bits = [0; LANES];
+        for (i, bits) in bits.iter_mut().enumerate() {
+            *bits = match P {
+                32 => u32::from_le_bytes(plane[4 * i..4 * i + 4].try_into().expect("4 bytes")),
+                16 => u32::from(plane[2 * i]) | u32::from(plane[2 * i + 1]) << 8,
+                8 => u32::from(plane[i]),
+                _ => u32::from(plane[i * P as usize / 8]) >> (i as u32 * P % 8),
+            };
+        }
+        bits
+    }
+
+    #[inline(always)]
+    fn masked(self, bits: [u32; LANES], mask: u32) -> Lane {
+        each(|i| (bits[i] & mask) as i32 as f32)
+    }
+
+    #[inline(always)]
     fn codes<const B: u32>(self, row: &[u8]) -> Lane {
         let codes = unpack_row::<B>(row);
         each(|i| codes[i] as f32)
@@ -237,8 +264,8 @@ mod x86 {
     }
 
     #[inline(always)]
-    fn bytes(row: &[u8]) -> [u8; 16] {
-        row[..16].try_into().expect("16 bytes")
+    fn first<const N: usize>(bytes: &[u8]) -> [u8; N] {
+        bytes[..N].try_into().expect("enough bytes")
     }
 
     /// j's lowest bits times a factor, for j from 0 to 15: what a permutation by indices looks up, which counts their lowest bits only.
@@ -305,6 +332,7 @@ mod x86 {
 
     impl Machine for V4 {
         type Lanes = __m512;
+        type Bits = __m512i;
         const MANY: bool = true;
         const HALVES: bool = true;
 
@@ -347,10 +375,26 @@ mod x86 {
         }
 
         #[inline(always)]
+        fn plane<const P: u32>(self, plane: &[u8]) -> __m512i {
+            match P {
+                32 => cast(first::<64>(plane)),
+                16 => self.avx512f._mm512_cvtepu16_epi32(cast(first::<32>(plane))),
+                8 => self.avx512f._mm512_cvtepu8_epi32(cast(first::<16>(plane))),
+                _ => plane_512::<P>(self, plane, 0),
+            }
+        }
+
+        #[inline(always)]
+        fn masked(self, bits: __m512i, mask: u32) -> __m512 {
+            let f = self.avx512f;
+            f._mm512_cvtepi32_ps(f._mm512_and_si512(bits, f._mm512_set1_epi32(mask as i32)))
+        }
+
+        #[inline(always)]
         fn codes<const B: u32>(self, row: &[u8]) -> __m512 {
             let f = self.avx512f;
             match B {
-                8 => f._mm512_cvtepi32_ps(f._mm512_cvtepu8_epi32(cast(bytes(row)))),
+                8 => f._mm512_cvtepi32_ps(f._mm512_cvtepu8_epi32(cast(first::<16>(row)))),
                 7 => {
                     let low =
                         self.add(table_512::<2>(self, row, B, LOW_2_TIMES_2), table_512::<1>(self, row, B, LOW_1));
@@ -397,11 +441,16 @@ mod x86 {
         sse._mm_cvtss_f32(one)
     }
 
+    /// A word's bits from each lane's shift on.
+    #[inline(always)]
+    fn moved_256(m: V3, word: i32, shifts: [i32; 8]) -> __m256i {
+        m.avx2._mm256_srlv_epi32(m.avx._mm256_set1_epi32(word), cast(shifts))
+    }
+
     /// Eight codes of a plane: the word's bits from each lane's shift on.
     #[inline(always)]
     fn plane_256(m: V3, word: i32, shifts: [i32; 8], mask: i32) -> __m256i {
-        let moved = m.avx2._mm256_srlv_epi32(m.avx._mm256_set1_epi32(word), cast(shifts));
-        m.avx2._mm256_and_si256(moved, m.avx._mm256_set1_epi32(mask))
+        m.avx2._mm256_and_si256(moved_256(m, word, shifts), m.avx._mm256_set1_epi32(mask))
     }
 
     /// Both halves of a plane.
@@ -420,13 +469,19 @@ mod x86 {
         ]
     }
 
+    /// Bytes as numbers.
+    #[inline(always)]
+    fn widened(m: V3, bytes: [u8; LANES]) -> [__m256i; 2] {
+        let [low, high]: [[u8; 8]; 2] = cast(bytes);
+        let (low, high): (__m128i, __m128i) = (cast([low, [0; 8]]), cast([high, [0; 8]]));
+        [m.avx2._mm256_cvtepu8_epi32(low), m.avx2._mm256_cvtepu8_epi32(high)]
+    }
+
     /// The codes of a row in two registers.
     #[inline(always)]
     fn codes_256<const B: u32>(m: V3, row: &[u8]) -> [__m256i; 2] {
         if B == 8 {
-            let [low, high]: [[u8; 8]; 2] = cast(bytes(row));
-            let (low, high): (__m128i, __m128i) = (cast([low, [0; 8]]), cast([high, [0; 8]]));
-            return [m.avx2._mm256_cvtepu8_epi32(low), m.avx2._mm256_cvtepu8_epi32(high)];
+            return widened(m, first(row));
         }
         let at = planes(B);
         let mut codes = [m.avx._mm256_setzero_si256(); 2];
@@ -444,11 +499,28 @@ mod x86 {
         codes
     }
 
+    /// Eight halves, by integer arithmetic: F16C is not among the features that this token stands for.
+    #[inline(always)]
+    fn widened_half(m: V3, halves: __m128i) -> __m256 {
+        /// 2¹¹²: the difference of the exponents' biases.
+        const RESCALE: f32 = f32::from_bits((112 + 127) << 23);
+        let (f, set) = (m.avx2, m.avx);
+        // The sign is repeated upwards.
+        let bits = f._mm256_cvtepi16_epi32(halves);
+        let sign = f._mm256_and_si256(bits, set._mm256_set1_epi32(i32::MIN));
+        let magnitude = f._mm256_slli_epi32::<13>(f._mm256_and_si256(bits, set._mm256_set1_epi32(0x7fff)));
+        let number: __m256i = cast(set._mm256_mul_ps(cast(magnitude), set._mm256_set1_ps(RESCALE)));
+        // What is no number has the highest exponent there, too.
+        let none = f._mm256_cmpgt_epi32(magnitude, set._mm256_set1_epi32((0x7c00 << 13) - 1));
+        let none = f._mm256_and_si256(none, set._mm256_set1_epi32(0x7f80_0000));
+        cast(f._mm256_or_si256(f._mm256_or_si256(number, none), sign))
+    }
+
     impl Machine for V3 {
         type Lanes = [__m256; 2];
+        type Bits = [__m256i; 2];
         const MANY: bool = false;
-        // F16C is not among the features that this token stands for.
-        const HALVES: bool = false;
+        const HALVES: bool = true;
 
         #[inline(always)]
         fn splat(self, x: f32) -> Self::Lanes {
@@ -487,6 +559,38 @@ mod x86 {
         }
 
         #[inline(always)]
+        fn plane<const P: u32>(self, plane: &[u8]) -> Self::Bits {
+            let f = self.avx2;
+            match P {
+                32 => cast(first::<64>(plane)),
+                16 => {
+                    let [low, high]: [__m128i; 2] = cast(first::<32>(plane));
+                    [f._mm256_cvtepu16_epi32(low), f._mm256_cvtepu16_epi32(high)]
+                }
+                8 => widened(self, first(plane)),
+                4 => {
+                    let [low, high]: [[i32; 8]; 2] = cast(SHIFTS_4);
+                    [moved_256(self, word32(plane, 0), low), moved_256(self, word32(plane, 4), high)]
+                }
+                2 => {
+                    let [low, high]: [[i32; 8]; 2] = cast(SHIFTS_2);
+                    [moved_256(self, word32(plane, 0), low), moved_256(self, word32(plane, 0), high)]
+                }
+                _ => {
+                    let [low, high]: [[i32; 8]; 2] = cast(SHIFTS_1);
+                    [moved_256(self, word16(plane, 0), low), moved_256(self, word16(plane, 0), high)]
+                }
+            }
+        }
+
+        #[inline(always)]
+        fn masked(self, bits: Self::Bits, mask: u32) -> Self::Lanes {
+            let mask = self.avx._mm256_set1_epi32(mask as i32);
+            let [low, high] = [self.avx2._mm256_and_si256(bits[0], mask), self.avx2._mm256_and_si256(bits[1], mask)];
+            [self.avx._mm256_cvtepi32_ps(low), self.avx._mm256_cvtepi32_ps(high)]
+        }
+
+        #[inline(always)]
         fn codes<const B: u32>(self, row: &[u8]) -> Self::Lanes {
             let [low, high] = codes_256::<B>(self, row);
             [self.avx._mm256_cvtepi32_ps(low), self.avx._mm256_cvtepi32_ps(high)]
@@ -505,15 +609,8 @@ mod x86 {
 
         #[inline(always)]
         fn widen(self, halves: &[f16; LANES]) -> Self::Lanes {
-            /// 2¹¹²: the difference of the exponents' biases.
-            const RESCALE: f32 = f32::from_bits((112 + 127) << 23);
-            cast(each(|i| {
-                let bits = u32::from(halves[i].to_bits());
-                let magnitude = (bits & 0x7fff) << 13;
-                let finite = (f32::from_bits(magnitude) * RESCALE).to_bits();
-                let value = if magnitude >= 0x7c00 << 13 { magnitude | 0x7f80_0000 } else { finite };
-                f32::from_bits(value | (bits & 0x8000) << 16)
-            }))
+            let [low, high]: [__m128i; 2] = cast(halves.map(f16::to_bits));
+            [widened_half(self, low), widened_half(self, high)]
         }
     }
 }

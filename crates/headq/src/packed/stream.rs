@@ -50,8 +50,8 @@ impl Stream {
             kind,
             heads,
             width,
-            sinks: Reals::new(kind, heads, width, sinks.max(1)),
-            window: Reals::new(kind, heads, width, page),
+            sinks: Reals::new(kind, vec![width; heads], sinks.max(1)),
+            window: Reals::new(kind, vec![width; heads], page),
             coded: 0,
             len: 0,
             held: 0,
@@ -170,10 +170,7 @@ impl Stream {
         let mut at = tokens.start;
         while at < tokens.end {
             let run = pages.raw(head, at..tokens.end);
-            let length = match run {
-                Run::F16(x) => x.len(),
-                Run::F32(x) => x.len(),
-            };
+            let length = run.len();
             f(at - tokens.start, run);
             at += length / self.width;
         }
