@@ -55,7 +55,8 @@ const WHOLE_WORDS: usize = 32;
 
 /// Whether the kernels read what a scheme stores; everything else goes through tensors.
 pub(super) fn covers(scheme: &Scheme, shape: HeadShape) -> bool {
-    let keys = scheme.key.is_none_or(|key| key.base.quantizer != Quantizer::Grid);
+    // Neither fixed ranges nor coefficients of several widths.
+    let keys = scheme.key.is_none_or(|key| !matches!(key.base.quantizer, Quantizer::Grid | Quantizer::Klt));
     // Shorter rows of values do not begin at multiples of 16 bits.
     let values = scheme.value.is_none_or(|v| v.policy == Policy::Token && shape.head_dim.is_multiple_of(LANES));
     keys && values

@@ -53,7 +53,7 @@ impl Layout {
 /// What turns codes back into numbers.
 #[derive(Debug, Clone)]
 pub(super) enum Ranges {
-    /// A scale and a zero for each channel over the tokens of a group: records of scales, then zeros, one for each group.
+    /// A scale and a zero for each stored channel over the tokens of a group: records of scales, then zeros, one for each group.
     Group { group: usize, values: Reals },
     /// A scale, and with `zeros` a zero, for each `channels` neighbouring channels of a token: records for 16 tokens, for each chunk of
     /// channels 16 scales, then 16 zeros.
@@ -68,6 +68,8 @@ pub(super) struct KeyCodes {
     heads: usize,
     /// Coefficients of a token, those without bits included.
     width: usize,
+    /// Coefficients of each head that have bits, which are its first ones.
+    stored: Vec<usize>,
     layouts: Vec<Layout>,
     /// The number that each code stands for before its scale; `None` is the code itself.
     levels: Option<Arc<[f32; 256]>>,
@@ -96,11 +98,12 @@ pub(super) struct Folded {
 }
 
 impl KeyCodes {
-    /// No tokens yet.
+    /// No tokens yet. Coefficients without bits come last in each head.
     pub fn new(width: usize, bits: &[Vec<u32>], ranges: Ranges, levels: Option<Arc<[f32; 256]>>) -> Self {
+        let stored = bits.iter().map(|bits| stored(bits)).collect();
         let layouts: Vec<Layout> = bits.iter().map(|bits| Layout::new(bits)).collect();
         let codes = Paged::new(layouts.iter().map(|l| l.bytes).collect(), TILE_BLOCKS);
-        Self { heads: bits.len(), width, layouts, levels, codes, ranges, len: 0 }
+        Self { heads: bits.len(), width, stored, layouts, levels, codes, ranges, len: 0 }
     }
 
     /// Tokens.
@@ -111,6 +114,11 @@ impl KeyCodes {
     /// Coefficients of a token.
     pub fn width(&self) -> usize {
         self.width
+    }
+
+    /// Coefficients of a head's token that are stored, which queries are turned to.
+    pub fn stored(&self, head: usize) -> usize {
+        self.stored[head]
     }
 
     /// Appends tokens.
@@ -143,8 +151,10 @@ impl KeyCodes {
                 values.extend(first + groups);
                 let per_group = scale.chunks(self.width).zip(zero.chunks(self.width));
                 for (i, (scale, zero)) in per_group.enumerate() {
-                    values.put(i / groups, first + i % groups, 0, scale);
-                    values.put(i / groups, first + i % groups, self.width, zero);
+                    let (head, index) = (i / groups, first + i % groups);
+                    let stored = self.stored[head];
+                    values.put(head, index, 0, &scale[..stored]);
+                    values.put(head, index, stored, &zero[..stored]);
                 }
             }
             Ranges::Token { channels, zeros, values } => {
@@ -230,7 +240,7 @@ impl KeyCodes {
                 record.extend_from_slice(&zero[head * self.width..][..self.width]);
             }
             Ranges::Group { group, values } => {
-                record.resize(2 * self.width, 0.0);
+                record.resize(2 * self.stored[head], 0.0);
                 values.read(head, token / group, &mut record);
             }
             Ranges::Token { channels, zeros, values } => {
@@ -243,8 +253,8 @@ impl KeyCodes {
                 record.extend((0..self.width).map(zero));
             }
         }
-        let width = self.width;
-        move |channel| (record[channel], record[width + channel])
+        let zeros = record.len() / 2;
+        move |channel| (record[channel], record[zeros + channel])
     }
 
     /// Starts to fetch what [`KeyCodes::add_scores`] reads of some tokens of a tile.
@@ -374,14 +384,18 @@ impl KeyCodes {
 
 impl Folded {
     fn fold(&mut self, queries: &Queries, scale: &[f32], zero: &[f32]) {
+        // Queries are as wide as what is stored of a head.
+        let stored = queries.weights.len() / queries.count;
         self.weights.resize(queries.weights.len(), 0.0);
-        self.constant = kernels::fold(&queries.weights, scale, zero, &mut self.weights);
+        self.constant = kernels::fold(&queries.weights, &scale[..stored], &zero[..stored], &mut self.weights);
     }
 
     fn fold_group(&mut self, queries: &Queries, values: &Reals, head: usize, group: usize, width: usize) {
         let mut record = std::mem::take(&mut self.record);
         let ranges = values.run(head, group..group + 1, &mut record);
-        let (scale, zero) = ranges.split_at(width);
+        let stored = queries.weights.len() / queries.count;
+        debug_assert!(stored <= width, "queries are as wide as what is stored of a head");
+        let (scale, zero) = ranges.split_at(stored);
         self.weights.resize(queries.weights.len(), 0.0);
         self.constant = kernels::fold(&queries.weights, scale, zero, &mut self.weights);
         self.record = record;
@@ -398,10 +412,16 @@ impl Folded {
     }
 }
 
-/// Ranges of a part, with nothing in it yet.
-pub(super) fn group_ranges(kind: DenseType, heads: usize, group: usize, width: usize) -> Ranges {
+/// Coefficients of a head that have bits.
+fn stored(bits: &[u32]) -> usize {
+    bits.iter().filter(|bits| **bits > 0).count()
+}
+
+/// Ranges of a part, for the coefficients that have bits, with nothing in it yet.
+pub(super) fn group_ranges(kind: DenseType, group: usize, bits: &[Vec<u32>]) -> Ranges {
     let slots = (TILE / group).max(1);
-    Ranges::Group { group, values: Reals::new(kind, heads, 2 * width, slots) }
+    let records = bits.iter().map(|bits| 2 * stored(bits)).collect();
+    Ranges::Group { group, values: Reals::of(kind, records, slots) }
 }
 
 /// As [`group_ranges`].

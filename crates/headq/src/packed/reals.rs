@@ -103,9 +103,14 @@ impl Reals {
     }
 
     pub fn new(kind: DenseType, heads: usize, record: usize, slots: usize) -> Self {
+        Self::of(kind, vec![record; heads], slots)
+    }
+
+    /// Heads with records of these lengths.
+    pub fn of(kind: DenseType, records: Vec<usize>, slots: usize) -> Self {
         match kind {
-            DenseType::F16 => Reals::F16(Paged::new(vec![record; heads], slots)),
-            DenseType::F32 => Reals::F32(Paged::new(vec![record; heads], slots)),
+            DenseType::F16 => Reals::F16(Paged::new(records, slots)),
+            DenseType::F32 => Reals::F32(Paged::new(records, slots)),
         }
     }
 
