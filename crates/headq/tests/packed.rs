@@ -5,7 +5,7 @@
 mod common;
 
 use burn::tensor::{Device, Tensor, TensorData};
-use common::{SCHEMES, basis, modules, normal, teacher_forced};
+use common::{SCHEMES, basis, key_statistics, modules, normal, teacher_forced};
 use headq::budget::{Budget, HeadShape};
 use headq::scheme::Scheme;
 use headq::{Attention, AttentionSite, DecodeAttention, DenseType, DeviceName, PackedCache};
