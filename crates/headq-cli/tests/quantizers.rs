@@ -96,7 +96,7 @@ fn quantizers_matched_to_scores_lose_less_at_no_more_bits() {
     let world = World::embedded();
     let schemes = [
         "kivi-2(sinks=4)",
-        "kivi-2(sinks=4,range=0.85,rounding=score-aware,lambda=0.03)",
+        "kivi-2(sinks=4,rounding=score-aware,lambda=0.1)",
         "klt-2",
         "klt-3",
         "klt-2(ranges=static)",
