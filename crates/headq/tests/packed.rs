@@ -270,7 +270,7 @@ fn bytes_are_those_of_the_accounting() {
         "kivi-2(g=32,r=32,rounding=score-aware)",
         "klt-2(g=32,r=32)",
         "klt-1.5(g=128,r=128)+score-optimal(rank=4,bits=2)/token-2(c=32)",
-        "klt-0.5(g=64,r=32,meta=f32)/token-2(c=32)",
+        "klt-1(g=128,r=124,meta=f32)/token-2(c=32)",
         "klt-2(g=32,r=32,ranges=static)",
         "dense/token-2(c=32)",
         "dense",
