@@ -96,6 +96,15 @@ fn scale_and_zero(x: &[f64], bits: u32, range: f64, wide: bool) -> (f64, f64) {
     (stored(width / top as f32), stored(low))
 }
 
+/// Width of the equal cells that divide a shrunk range, and the middle of the lowest.
+fn cells(x: &[f64], bits: u32, range: f64, wide: bool) -> (f64, f64) {
+    let (low, high) = x.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(l, h), &v| (l.min(v), h.max(v)));
+    let width = (high - low) * range;
+    let cell = width / f64::from(1u32 << bits);
+    let stored = |x: f64| if wide { x } else { f16::from_f64(x).to_f64() };
+    (stored(cell), stored((low + high) / 2.0 - width / 2.0 + cell / 2.0))
+}
+
 /// The nearest of the levels zero + code · scale.
 fn nearest(v: f64, bits: u32, (scale, zero): (f64, f64)) -> f64 {
     let level = |c: u32| zero + f64::from(c) * scale;
@@ -155,7 +164,8 @@ fn transform_and_code(rows: &[Vec<f64>], base: &BaseScheme, moments: &HeadMoment
         let column: Vec<f64> = rows.iter().map(|row| y(row, i)).collect();
         let range = match base.ranges {
             RangeSource::Group => {
-                scale_and_zero(&column, bits, f64::from((range_factor(bits) * base.range).min(1.0)), wide)
+                let factor = f64::from((range_factor(bits) * base.range).min(1.0));
+                cells(&column, bits, factor, wide)
             }
             RangeSource::Static => {
                 let step = f64::from((uniform_step(bits) * head.spread[i].sqrt() * f64::from(base.range)) as f32);
