@@ -225,9 +225,14 @@ pub struct Basis {
 ///             token-B   per token over c channels, min/max
 ///             grid-B    static grid, steps from --stats for c channels; stores no scales
 ///             rotated-B Hadamard rotation, Lloyd-Max levels, one scale per token and c channels
+///             klt-B     transform coding in the measure of scores, from --stats; B from 0.25 to 6 is
+///                       a mean, e.g. 1.5, and most coefficients have no bits; sinks=4, always centered
 ///             g=32     tokens coded together        r=32      newest tokens kept dense
 ///             sinks=0  first tokens kept dense      range=1   share of each range kept
-///             c=       channels per scale (not kivi; default the head width)
+///             c=       channels per scale (not kivi, klt; default the head width)
+///             rounding=score-aware      (kivi, grid) errors of a channel are passed on to the next ones
+///                      as queries (from --stats) weigh them, lambda=0.01 of their mean added to each
+///             ranges=static             (klt) grids from --stats; stores no scales
 ///             center   subtract each head's mean key (from --stats), which attention cannot see
 ///             meta=f16 width of scales and zeros, or f32
 ///   side    query-pca query-pca-centered residual-pca random score-optimal learned

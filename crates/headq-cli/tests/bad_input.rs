@@ -568,7 +568,10 @@ fn unknown_quantizer() {
 
 #[test]
 fn unknown_option() {
-    scheme_fails("kivi-2(group=8)", &["option 'group'", "known are g, r, sinks, range, center, meta"]);
+    scheme_fails(
+        "kivi-2(group=8)",
+        &["option 'group'", "known are g, r, sinks, range, rounding, lambda, center, meta"],
+    );
     scheme_fails("kivi-2+query-pca(rank=2,bits=4,size=1)", &["option 'size'", "known are rank, bits"]);
 }
 
@@ -627,15 +630,28 @@ fn side_code_without_a_basis() {
 #[test]
 fn static_quantizers_without_statistics() {
     let world = World::new(GQA);
-    for scheme in ["grid-2(g=8)", "kivi-2(g=8,center)", "grid-2(g=8)/a2-2(c=8)"] {
+    for scheme in [
+        "grid-2(g=8)",
+        "kivi-2(g=8,center)",
+        "grid-2(g=8)/a2-2(c=8)",
+        "klt-1.5(g=8)",
+        "kivi-2(g=8,rounding=score-aware)",
+    ] {
         fails(
             &world,
             &[EVAL, &["--scheme", scheme]].concat(),
-            &[scheme.split('(').next().unwrap(), "needs means", "--stats"],
+            &[scheme.split('(').next().unwrap(), "needs statistics", "headq calibrate", "--stats"],
         );
     }
     let world = world.calibrated();
-    for scheme in ["grid-2(g=8)", "kivi-2(g=8,center)", "rotated-2(g=8,center)"] {
+    for scheme in [
+        "grid-2(g=8)",
+        "kivi-2(g=8,center)",
+        "rotated-2(g=8,center)",
+        "klt-1.5(g=8,r=0)",
+        "klt-2(g=4,r=0,ranges=static)",
+        "kivi-2(g=8,rounding=score-aware)",
+    ] {
         world.eval(&["--scheme", scheme, "--stats", "stats.safetensors"]);
     }
 }

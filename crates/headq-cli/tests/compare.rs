@@ -336,7 +336,7 @@ fn static_base_quantizers_take_their_scales_from_the_statistics() {
     let scheme = ["--scheme", "grid-3(g=8,r=4,center)+query-pca(rank=4,bits=4)", "--basis", "pca"];
     let found = compare(&world, &[&scheme[..], &["--stats", "stats.safetensors"]].concat());
     assert!(number(&found["bases"][0]["captured"]["estimate"]) > 0.0);
-    fails(&world, &[&TEXT[..], &scheme].concat(), 2, &["needs means and scales of the keys", "--stats"]);
+    fails(&world, &[&TEXT[..], &scheme].concat(), 2, &["needs statistics of keys and queries", "--stats"]);
 }
 
 #[test]

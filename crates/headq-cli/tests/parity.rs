@@ -40,6 +40,9 @@ schemes = [
   "token-3(g=32,r=32)/a2-2(c=32)",
   "rotated-2(g=32,r=32)",
   "grid-3(g=32,r=32,center)",
+  "klt-2(g=32,r=32)",
+  "klt-1.5(g=32,r=32,ranges=static)",
+  "kivi-2(g=32,r=32,rounding=score-aware)",
 ]
 "#;
 

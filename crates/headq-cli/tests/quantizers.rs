@@ -90,3 +90,54 @@ fn random_selection_follows_the_seed() {
     assert_eq!(first, again);
     assert_eq!(first[2], other[2]);
 }
+
+#[test]
+fn quantizers_matched_to_scores_lose_less_at_no_more_bits() {
+    let world = World::embedded();
+    let schemes = [
+        "kivi-2(sinks=4)",
+        "kivi-2(sinks=4,rounding=score-aware,lambda=0.1)",
+        "klt-2",
+        "klt-3",
+        "klt-2(ranges=static)",
+        "klt-1.5",
+    ];
+    let results = evaluate(&world, &schemes, true);
+    let [dense, kivi, aware, klt, more, fixed, less] = results.as_slice() else { panic!("six schemes and dense") };
+    assert_eq!((kivi.key_bits, aware.key_bits, fixed.key_bits), (3.0, 3.0, 2.0));
+    // Scales for no more coefficients than have bits.
+    for (result, bits) in [(klt, 2.0), (more, 3.0), (less, 1.5)] {
+        assert!(
+            result.key_bits > bits && result.key_bits < bits + 32.0 / 32.0,
+            "{}: {}",
+            result.scheme,
+            result.key_bits
+        );
+    }
+    assert!(aware.kl < kivi.kl && aware.ppl < kivi.ppl, "{} and {}", aware.ppl, kivi.ppl);
+    assert!(klt.kl < kivi.kl && klt.ppl < kivi.ppl && more.kl < klt.kl && klt.kl < less.kl);
+    assert!(results.iter().all(|r| r.ppl < 1.5 * dense.ppl));
+}
+
+/// The same keys through the packed cache, token by token; a side code on top has the residuals that its base was calibrated with.
+#[test]
+fn matched_quantizers_decode_and_carry_side_codes() {
+    let world = World::embedded();
+    for base in ["klt-2(g=16,r=16)", "kivi-2(g=16,r=16,rounding=score-aware)"] {
+        let calibrate = "calibrate model --text other.txt --context 128 --windows 4 --out stats.safetensors --base";
+        world.succeeds(&calibrate.split(' ').chain([base]).collect::<Vec<_>>());
+        let corrected = format!("{base}+score-optimal(rank=4,bits=3)/token-3(c=32)");
+        let args = ["eval", "model", "--text", "text.txt", "--context", "128", "--windows", "2", "--stats"];
+        let args = [&args[..], &["stats.safetensors", "--scheme", base, "--scheme", &corrected]].concat();
+        let evaluate = |more: &[&str]| -> Vec<SchemeResult> {
+            let found: Evaluation = serde_json::from_value(world.prints(&[&args, more].concat())).unwrap();
+            found.schemes
+        };
+        let (whole, steps) = (evaluate(&[]), evaluate(&["--decode", "--cache-dtype", "f32"]));
+        assert!(whole[2].kl < whole[1].kl, "{base}");
+        for (whole, steps) in whole.iter().zip(&steps) {
+            assert_eq!((whole.key_bits, whole.cache_bits), (steps.key_bits, steps.cache_bits));
+            assert!((steps.ppl / whole.ppl - 1.0).abs() < 2e-3, "{}: {} {}", whole.scheme, steps.ppl, whole.ppl);
+        }
+    }
+}

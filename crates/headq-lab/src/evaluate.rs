@@ -29,7 +29,7 @@ pub struct PlannedScheme {
     pub scheme: Scheme,
     /// Present where the scheme has a side code.
     pub basis: Option<Basis>,
-    /// Present where the base quantizer is static.
+    /// Present where the base quantizer is calibrated.
     pub keys: Option<KeyStatistics>,
 }
 
@@ -37,6 +37,11 @@ impl PlannedScheme {
     /// Dense keys and values.
     pub fn dense() -> Self {
         Self { asked: "dense".into(), scheme: Scheme::DENSE, basis: None, keys: None }
+    }
+
+    /// What the scheme stores in windows of `context` tokens.
+    pub fn budget(&self, shape: &HeadShape, context: usize) -> Budget {
+        Budget::calibrated(&self.scheme, self.keys.as_ref(), shape, context)
     }
 
     /// The scheme's codec of every layer.
@@ -112,11 +117,18 @@ impl Sources {
         Ok(PlannedScheme { asked: asked.trim().to_string(), scheme, basis, keys })
     }
 
-    /// Means and scales of the keys, which are the same whatever base quantizer was calibrated.
+    /// Statistics of keys and queries, which are the same whatever base quantizer was calibrated; of several, those that were
+    /// calibrated for the scheme's own residuals.
     pub(crate) fn key_statistics(&self, scheme: &Scheme) -> Result<KeyStatistics, LabError> {
-        let Some((path, artifact)) = self.stats.first() else {
+        let own = |artifact: &StatsArtifact| {
+            let made: Option<BaseScheme> = artifact.header.base.parse().ok();
+            scheme.key.zip(made).is_some_and(|(key, made)| made.same_residuals(&key.base))
+        };
+        let Some((path, artifact)) = self.stats.iter().find(|(_, a)| own(a)).or(self.stats.first()) else {
+            let base = scheme.key.map_or(String::new(), |key| format!(" --base '{}'", key.base));
             return Err(LabError::Usage(format!(
-                "scheme '{scheme}' needs means and scales of the keys: give --stats (from headq calibrate)"
+                "scheme '{scheme}' needs statistics of keys and queries: run `headq calibrate MODEL --text FILE{base} --out STATS` \
+                 and give --stats STATS"
             )));
         };
         KeyStatistics::of(&artifact.layers)
@@ -545,7 +557,7 @@ impl Request<'_> {
     ) -> SchemeResult {
         let shape = head_shape(self.model.config());
         let context = self.texts[0].windows[0].len();
-        let budget = Budget::of(&planned.scheme, &shape, context);
+        let budget = planned.budget(&shape, context);
         let mean = |x: &[f64]| x.iter().sum::<f64>() / x.len() as f64;
         let differences: Vec<f64> = nll.iter().zip(dense).map(|(a, b)| a - b).collect();
         let (difference, n) = (mean(&differences), differences.len() as f64);

@@ -8,7 +8,9 @@
 use serde::{Deserialize, Serialize};
 
 use crate::quant::{Axis, BaseQuantizer, value_stored_bits};
-use crate::scheme::{Flush, KeyScheme, Scheme, Scope};
+use crate::scheme::{Flush, KeyScheme, Quantizer, RangeSource, Scheme, Scope};
+use crate::stats::KeyStatistics;
+use crate::transform;
 
 /// Bits of a dense element: caches of full precision hold half floats.
 pub const DENSE_BITS: f64 = 16.0;
@@ -46,9 +48,17 @@ pub struct Budget {
     pub bytes_per_token: f64,
 }
 
-/// Code bits per coded key element.
-pub fn key_code_bits(key: &KeyScheme, shape: &HeadShape) -> f64 {
-    let base = BaseQuantizer::stored_bits(&key.base, shape.head_dim);
+/// Whether what a scheme stores depends on calibration: `klt` keeps scales of those coefficients alone that have bits.
+pub fn depends_on_calibration(scheme: &Scheme) -> bool {
+    scheme.key.is_some_and(|k| k.base.quantizer == Quantizer::Klt && k.base.ranges == RangeSource::Group)
+}
+
+/// Code bits per coded key element; where they depend on calibration and `keys` is `None`, the most that they can be.
+pub fn key_code_bits(key: &KeyScheme, keys: Option<&KeyStatistics>, shape: &HeadShape) -> f64 {
+    let base = match keys {
+        Some(keys) if key.base.quantizer == Quantizer::Klt => transform::code_bits(&key.base, keys),
+        _ => BaseQuantizer::stored_bits(&key.base, shape.head_dim),
+    };
     let side = key.side.map_or(0.0, |side| {
         let copies = match side.scope {
             Scope::KvHead => 1.0,
@@ -72,9 +82,15 @@ fn mean_bits(code_bits: f64, flush: Option<Flush>, context: usize) -> f64 {
 }
 
 impl Budget {
-    /// The budget of `scheme` in windows of `context` tokens, of which all but the last are evaluated query positions.
+    /// The budget of `scheme` in windows of `context` tokens, of which all but the last are evaluated query positions; an upper bound
+    /// where it [depends on calibration](depends_on_calibration).
     pub fn of(scheme: &Scheme, shape: &HeadShape, context: usize) -> Self {
-        let key_bits = scheme.key.as_ref().map_or(DENSE_BITS, |k| key_code_bits(k, shape));
+        Self::calibrated(scheme, None, shape, context)
+    }
+
+    /// The same with the statistics that the scheme is used with.
+    pub fn calibrated(scheme: &Scheme, keys: Option<&KeyStatistics>, shape: &HeadShape, context: usize) -> Self {
+        let key_bits = scheme.key.as_ref().map_or(DENSE_BITS, |k| key_code_bits(k, keys, shape));
         let value_bits = scheme.value.as_ref().map_or(DENSE_BITS, |v| value_stored_bits(v, shape.head_dim));
         let positions = context.saturating_sub(1).max(1);
         let keys = mean_bits(key_bits, scheme.key.map(|k| k.base.flush), positions);
@@ -85,9 +101,14 @@ impl Budget {
 }
 
 impl Budget {
-    /// The budget of a cache that holds exactly `tokens` tokens.
+    /// The budget of a cache that holds exactly `tokens` tokens; an upper bound where [`Budget::of`] is one.
     pub fn at(scheme: &Scheme, shape: &HeadShape, tokens: usize) -> Self {
-        let mean = Self::of(scheme, shape, 2);
+        Self::calibrated_at(scheme, None, shape, tokens)
+    }
+
+    /// The same with the statistics that the scheme is used with.
+    pub fn calibrated_at(scheme: &Scheme, keys: Option<&KeyStatistics>, shape: &HeadShape, tokens: usize) -> Self {
+        let mean = Self::calibrated(scheme, keys, shape, 2);
         let share =
             |flush: Option<Flush>| flush.map_or(0.0, |f| f.flushed(tokens.max(1) - 1) as f64 / tokens.max(1) as f64);
         let held = |code_bits: f64, share: f64| share * code_bits + (1.0 - share) * DENSE_BITS;

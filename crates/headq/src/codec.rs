@@ -99,6 +99,15 @@ impl HeadqAttention {
         self.base.as_ref()?.clip()
     }
 
+    /// Numbers that decide what key codes mean, beside the scheme: those of the base quantizer, then ±U.
+    pub(crate) fn key_constants(&self) -> Vec<f32> {
+        let base = self.base.as_ref().map(BaseQuantizer::constants).unwrap_or_default();
+        let decoder = self
+            .decoder()
+            .map(|u| crate::quant::plain(u).into_data_as::<f32>().try_to_vec::<f32>().expect("converted to f32"));
+        base.into_iter().chain(decoder.into_iter().flatten()).collect()
+    }
+
     /// The scheme that this module follows.
     pub fn scheme(&self) -> &Scheme {
         &self.scheme

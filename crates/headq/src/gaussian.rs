@@ -66,6 +66,21 @@ pub fn uniform_step(bits: u32) -> f64 {
     })
 }
 
+/// Expected squared error of the best uniform grid of 2^bits levels ([`uniform_step`]) for a unit Gaussian; 1 without bits.
+///
+/// # Panics
+/// If `bits` is above 8.
+pub fn uniform_distortion(bits: u32) -> f64 {
+    if bits == 0 {
+        return 1.0;
+    }
+    static ERRORS: [OnceLock<f64>; MOST_BITS as usize] = [const { OnceLock::new() }; MOST_BITS as usize];
+    *ERRORS[index(bits)].get_or_init(|| {
+        let (step, half) = (uniform_step(bits), 1usize << (bits - 1));
+        distortion(&(0..half).map(|i| (i as f64 + 0.5) * step).collect::<Vec<_>>())
+    })
+}
+
 fn index(bits: u32) -> usize {
     assert!((1..=MOST_BITS).contains(&bits), "{bits} bits; 1 to {MOST_BITS} are possible");
     bits as usize - 1
@@ -185,6 +200,7 @@ mod tests {
             let half = 1usize << (bits - 1);
             let levels: Vec<f64> = (0..half).map(|i| (i as f64 + 0.5) * found).collect();
             assert!((distortion(&levels) / error - 1.0).abs() < 2e-3, "{bits} bits: {}", distortion(&levels));
+            assert_eq!(uniform_distortion(bits), distortion(&levels));
         }
     }
 

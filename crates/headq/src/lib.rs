@@ -12,6 +12,7 @@
 //! | [`scheme`] | the written form of a scheme; everything that decides its codes |
 //! | [`quant`] | base, side and value quantizers |
 //! | [`gaussian`], [`rotation`] | what static and rotated grids are made of |
+//! | [`transform`], [`feedback`] | quantizers matched to the scores: transform coding, rounding that passes errors on |
 //! | [`policy`] | which tokens' values get more bits |
 //! | [`stats`], [`basis`] | second moments of queries and residuals; bases derived from them |
 //! | [`codec`], [`attention`] | one layer's codec and attention as a Burn module; a whole model's cache |
@@ -34,6 +35,7 @@ pub mod codec;
 pub mod correction;
 pub mod device;
 mod error;
+pub mod feedback;
 pub mod gaussian;
 pub mod kernels;
 pub mod learn;
@@ -45,6 +47,7 @@ pub mod rotation;
 pub mod scheme;
 mod seam;
 pub mod stats;
+pub mod transform;
 
 pub use attention::{LayerState, QuantizedCache};
 pub use basis::Basis;
@@ -56,7 +59,7 @@ pub use metrics::{Diagnostics, HeadDiagnostics, LayerProbe, QueryReading, QueryS
 pub use packed::{DenseType, PackedCache};
 pub use scheme::Scheme;
 pub use seam::{Attention, AttentionSite, DecodeAttention, DenseAttention, dense_attention, repeat_kv};
-pub use stats::{KeyStatistics, LayerStats, Moments};
+pub use stats::{HeadMoments, KeyStatistics, LayerStats, Moments};
 
 /// Standard normal numbers for unit tests.
 #[cfg(test)]

@@ -1,16 +1,19 @@
 //! Quantizers: what turns keys, values and side coefficients into codes and back.
 //!
 //! `kivi`, `token`, side codes and values are asymmetric uniform quantizers x̂ = zero + code · scale; they differ in what shares a
-//! range. `grid` has fixed steps, `rotated` fixed levels for each token's scale. To add one, give it a name in
+//! range. `grid` has fixed steps, `rotated` fixed levels for each token's scale, `klt` codes transformed keys ([`crate::transform`]), and
+//! errors may be passed on from channel to channel ([`crate::feedback`]). To add one, give it a name in
 //! [`crate::scheme::Quantizer`], an arm in [`BaseQuantizer::read_back`] and what it stores in [`BaseQuantizer::stored_bits`].
 
 use burn::module::{Module, Param};
 use burn::tensor::{Bool, DType, Device, FloatDType, Int, Tensor, TensorData};
 
+use crate::feedback;
 use crate::gaussian::{lloyd_max, uniform_step};
 use crate::rotation::kept_rotation;
 use crate::scheme::{BaseScheme, Meta, Quantizer, SideScales, SideScheme, ValueScheme};
 use crate::stats::KeyStatistics;
+use crate::transform::{self, Transform};
 
 /// Uniform codes with their scale and zero, each broadcastable against the others.
 #[derive(Debug, Clone)]
@@ -26,7 +29,7 @@ pub struct Affine<const D: usize> {
 }
 
 /// Rounds to what the stored scale or zero can hold. Beyond the largest half-precision number the range saturates.
-fn stored<const D: usize>(x: Tensor<D>, meta: Meta) -> Tensor<D> {
+pub(crate) fn stored<const D: usize>(x: Tensor<D>, meta: Meta) -> Tensor<D> {
     match (meta, x.dtype()) {
         (Meta::F32, DType::F32) => x,
         (Meta::F32, wide) => x.cast(FloatDType::F32).cast(float_dtype(wide)),
@@ -58,7 +61,7 @@ fn nearest_half<const D: usize>(x: Tensor<D>) -> Tensor<D> {
     normal.mask_where(is_small, small)
 }
 
-fn float_dtype(dtype: DType) -> FloatDType {
+pub(crate) fn float_dtype(dtype: DType) -> FloatDType {
     match dtype {
         DType::F64 => FloatDType::F64,
         DType::F16 => FloatDType::F16,
@@ -258,6 +261,10 @@ pub struct BaseQuantizer {
     step: Option<Tensor<4>>,
     /// Learned clip factors of `kivi` and `token`, times the scheme's ρ: `[kv_heads, 1, 1]`; `None` is 1 throughout.
     clip: Option<Param<Tensor<3>>>,
+    /// M of score-aware rounding: `[1, kv_heads, head_dim, head_dim]`.
+    factor: Option<Tensor<4>>,
+    /// Of `klt`.
+    transform: Option<Transform>,
     #[module(skip)]
     base: BaseScheme,
 }
@@ -269,10 +276,10 @@ impl BaseQuantizer {
     /// If it does ([`BaseScheme::is_static`]): use [`BaseQuantizer::calibrated`].
     pub fn new(base: BaseScheme) -> Self {
         assert!(!base.is_static(), "{base} needs statistics of the keys");
-        Self { offset: None, step: None, clip: None, base }
+        Self { offset: None, step: None, clip: None, factor: None, transform: None, base }
     }
 
-    /// A quantizer with the means and scales of one layer's keys, as far as it needs them.
+    /// A quantizer with what one layer's statistics say, as far as it needs them.
     pub fn calibrated(base: BaseScheme, keys: &KeyStatistics, layer: usize, device: &Device) -> Self {
         let tensor =
             |values: Vec<f32>| Tensor::from_data(TensorData::new(values, [1, keys.kv_heads, 1, keys.head_dim]), device);
@@ -282,6 +289,13 @@ impl BaseQuantizer {
             step: (base.quantizer == Quantizer::Grid)
                 .then(|| tensor(grid_steps(&base, keys.layer(spread, layer), keys.head_dim))),
             clip: None,
+            factor: base.lambda().map(|lambda| {
+                let d = keys.head_dim;
+                let factors = keys.moments_of(layer).iter().map(|m| feedback::factor(&m.queries, lambda).transpose());
+                let all: Vec<f32> = factors.flat_map(|m| m.iter().map(|&v| v as f32).collect::<Vec<_>>()).collect();
+                Tensor::from_data(TensorData::new(all, [1, keys.kv_heads, d, d]), device)
+            }),
+            transform: (base.quantizer == Quantizer::Klt).then(|| Transform::new(&base, keys, layer, device)),
             base,
         }
     }
@@ -328,34 +342,111 @@ impl BaseQuantizer {
     /// `[batch, kv_heads, groups · G, head_dim]`, in and out
     pub fn read_back(&self, keys: Tensor<4>) -> Tensor<4> {
         let base = &self.base;
+        if let Some(factor) = &self.factor {
+            return self.passed_on(keys, factor);
+        }
         match base.quantizer {
             Quantizer::Kivi => self.ranged(Axis::Group(base.flush.group), keys),
             Quantizer::Token => self.ranged(Axis::Channels(base.channels), keys),
             Quantizer::Grid => {
                 let step = self.step.clone().expect("a grid is made with its steps");
-                straight_through(keys, |keys| grid(keys, step, base.bits))
+                straight_through(keys, |keys| grid(keys, step, base.bits.ceil()))
             }
             Quantizer::Rotated => rotated(keys, base),
+            Quantizer::Klt => self.transform().read_back(keys),
         }
+    }
+
+    fn transform(&self) -> &Transform {
+        self.transform.as_ref().expect("klt is made with its transform")
+    }
+
+    /// Ranges of per-channel quantizers for score-aware rounding, from the keys as they are: scales and zeros `[batch, heads, groups,
+    /// width]`, and how far beyond the outermost levels the clip range reaches, in steps.
+    fn channel_ranges(&self, keys: &Tensor<4>) -> (Tensor<4>, Tensor<4>, f64) {
+        let (base, [b, h, n, d]) = (&self.base, keys.dims());
+        let groups = n / base.flush.group;
+        match &self.step {
+            None => {
+                let x = keys.clone().reshape([b, h, groups, base.flush.group, d]);
+                let affine = Affine::quantize(x, 3, base.bits.ceil(), base.range, base.meta);
+                (affine.scale.reshape([b, h, groups, d]), affine.zero.reshape([b, h, groups, d]), 0.0)
+            }
+            Some(step) => {
+                let step = plain(step.clone()).cast(float_dtype(keys.dtype()));
+                let lowest = 0.5 - f64::from(1u32 << (base.bits.ceil() - 1));
+                let all = |x: Tensor<4>| x.expand([b, h, groups, d]);
+                (all(step.clone()), all(step.mul_scalar(lowest)), 0.5)
+            }
+        }
+    }
+
+    /// Score-aware rounding, with the straight-through gradient where what was rounded lies inside the clip range.
+    fn passed_on(&self, keys: Tensor<4>, factor: &Tensor<4>) -> Tensor<4> {
+        straight_through(keys, |keys| {
+            let (keys, factor) = (plain(keys), plain(factor.clone()));
+            let shape @ [b, h, n, d] = keys.dims();
+            let (scale, zero, edge) = self.channel_ranges(&keys);
+            let rounded = feedback::round(keys, scale.clone(), zero.clone(), self.top(), &factor);
+            let each = |x: Tensor<4>| {
+                let groups = x.dims()[2];
+                x.unsqueeze_dim::<5>(3).expand([b, h, groups, n / groups, d]).reshape(shape)
+            };
+            let (scale, zero) = (each(scale), each(zero));
+            let read = rounded.codes * scale.clone() + zero.clone();
+            let low = zero.clone() - scale.clone().mul_scalar(edge);
+            let high = zero + scale.mul_scalar(self.top() + edge);
+            (read, rounded.corrected.clone().greater_equal(low).bool_and(rounded.corrected.lower_equal(high)))
+        })
+    }
+
+    /// The highest code.
+    fn top(&self) -> f64 {
+        f64::from((1u32 << self.base.bits.ceil()) - 1)
+    }
+
+    /// Numbers that decide what codes mean, beside the scheme: means, steps and transforms.
+    pub(crate) fn constants(&self) -> Vec<f32> {
+        let flat = |x: &Option<Tensor<4>>| x.clone().map(|x| x.flatten::<1>(0, 3));
+        let transform = self.transform.iter().flat_map(Transform::constants);
+        let all = flat(&self.offset).into_iter().chain(flat(&self.step)).chain(transform);
+        all.flat_map(|x| plain(x).into_data_as::<f32>().try_to_vec::<f32>().expect("converted to f32")).collect()
     }
 
     /// What is stored of whole groups of shifted keys: what [`BaseQuantizer::read_back`] reads back.
     pub(crate) fn store(&self, keys: Tensor<4>) -> Stored {
         let base = &self.base;
+        if let Some(factor) = &self.factor {
+            let (scale, zero, _) = self.channel_ranges(&keys);
+            let codes = feedback::round(keys, scale.clone(), zero.clone(), self.top(), factor).codes;
+            let kept = self.step.is_none();
+            return Stored { codes, scale: kept.then_some(scale), zero: kept.then_some(zero) };
+        }
         let ranged = |axis: Axis, keys| {
             let clip = self.clip().map(|clip| clip.mul_scalar(base.range));
-            axis.store(keys, base.bits, base.range, clip, base.meta)
+            axis.store(keys, base.bits.ceil(), base.range, clip, base.meta)
         };
         match base.quantizer {
             Quantizer::Kivi => ranged(Axis::Group(base.flush.group), keys),
             Quantizer::Token => ranged(Axis::Channels(base.channels), keys),
             Quantizer::Grid => {
                 let step = self.step.clone().expect("a grid is made with its steps");
-                let half = f64::from(1u32 << (base.bits - 1));
+                let half = f64::from(1u32 << (base.bits.ceil() - 1));
                 Stored { codes: grid_codes(keys, step, half) + half, scale: None, zero: None }
             }
             Quantizer::Rotated => rotated_codes(keys, base),
+            Quantizer::Klt => self.transform().store(keys),
         }
+    }
+
+    /// Bits of each coefficient of each head, where they differ.
+    pub(crate) fn coefficient_bits(&self) -> Option<&[Vec<u32>]> {
+        self.transform.as_ref().map(Transform::bits)
+    }
+
+    /// Sᵀ of each head, `[kv_heads, head_dim, head_dim]`, which turns a query to the coefficients that it meets.
+    pub(crate) fn query_side(&self) -> Option<Tensor<3>> {
+        self.transform.as_ref().map(Transform::query_side)
     }
 
     /// μ of `center`: `[1, kv_heads, 1, head_dim]`.
@@ -363,10 +454,14 @@ impl BaseQuantizer {
         self.offset.clone()
     }
 
-    /// Δ of `grid` and the value of code 0, −(2^{b−1} − ½)Δ, each `[kv_heads, head_dim]`.
+    /// Δ of fixed grids and the value of code 0, −(2^{b−1} − ½)Δ, each `[kv_heads, head_dim]`.
     pub(crate) fn fixed_ranges(&self) -> Option<(Vec<f32>, Vec<f32>)> {
+        if let Some(transform) = &self.transform {
+            let host = |x: Tensor<5>| x.into_data_as::<f32>().try_to_vec().expect("converted to f32");
+            return transform.fixed_ranges().map(|(step, zero)| (host(step), host(zero)));
+        }
         let step: Vec<f32> = self.step.clone()?.into_data_as::<f32>().try_to_vec().expect("converted to f32");
-        let lowest = 0.5 - f64::from(1u32 << (self.base.bits - 1));
+        let lowest = 0.5 - f64::from(1u32 << (self.base.bits.ceil() - 1));
         let zero = step.iter().map(|&s| (f64::from(s) * lowest) as f32).collect();
         Some((step, zero))
     }
@@ -374,14 +469,16 @@ impl BaseQuantizer {
     fn ranged(&self, axis: Axis, keys: Tensor<4>) -> Tensor<4> {
         let base = &self.base;
         match self.clip() {
-            None => axis.read_back(keys, base.bits, base.range, base.meta),
-            Some(clip) => axis.clipped_read_back(keys, base.bits, clip.mul_scalar(base.range), base.meta),
+            None => axis.read_back(keys, base.bits.ceil(), base.range, base.meta),
+            Some(clip) => axis.clipped_read_back(keys, base.bits.ceil(), clip.mul_scalar(base.range), base.meta),
         }
     }
 
     /// Code bits per key element: the codes and their stored scales and zeros. What is fixed by calibration is part of the model.
+    ///
+    /// How many coefficients of `klt` have a scale only calibration says ([`transform::code_bits`]): here it is the most that they can be.
     pub fn stored_bits(base: &BaseScheme, head_dim: usize) -> f64 {
-        let bits = f64::from(base.bits);
+        let bits = base.bits.mean();
         let channels = base.channels.unwrap_or(head_dim) as f64;
         match base.quantizer {
             Quantizer::Kivi => bits + Axis::Group(base.flush.group).meta_bits(head_dim, base.meta),
@@ -389,6 +486,7 @@ impl BaseQuantizer {
             Quantizer::Grid => bits,
             // One scale, no zero.
             Quantizer::Rotated => bits + base.meta.bits() / channels,
+            Quantizer::Klt => transform::most_code_bits(base, head_dim),
         }
     }
 }
@@ -397,7 +495,7 @@ impl BaseQuantizer {
 /// of `spread` over the c channels that share it.
 fn grid_steps(base: &BaseScheme, spread: &[f32], head_dim: usize) -> Vec<f32> {
     let channels = base.channels.unwrap_or(head_dim);
-    let unit = uniform_step(base.bits) * f64::from(base.range);
+    let unit = uniform_step(base.bits.ceil()) * f64::from(base.range);
     let step = |shared: &[f32]| {
         let mean_square = shared.iter().map(|&s| f64::from(s).powi(2)).sum::<f64>() / channels as f64;
         (unit * mean_square.sqrt()) as f32
@@ -407,7 +505,7 @@ fn grid_steps(base: &BaseScheme, spread: &[f32], head_dim: usize) -> Vec<f32> {
 
 /// Forward: exactly what `code` reads back. Backward, where `x` is part of an autodiff graph: identity where `code` says that x lies
 /// inside the clip range, zero outside (DESIGN §5).
-fn straight_through<const D: usize>(
+pub(crate) fn straight_through<const D: usize>(
     x: Tensor<D>,
     code: impl FnOnce(Tensor<D>) -> (Tensor<D>, Tensor<D, Bool>),
 ) -> Tensor<D> {
@@ -442,7 +540,7 @@ fn rotated(keys: Tensor<4>, base: &BaseScheme) -> Tensor<4> {
     let (turned, matrix) = turn(keys, base);
     let read = straight_through(turned, |x| {
         let (scaled, scale) = scaled_by_rms(x, base.meta);
-        let (levels, inside) = nearest_gaussian_level(scaled, base.bits);
+        let (levels, inside) = nearest_gaussian_level(scaled, base.bits.ceil());
         (levels * scale, inside)
     });
     read.reshape([b, h, n / g, g, d]).matmul(matrix.swap_dims(3, 4)).reshape([b, h, n, d])
@@ -453,7 +551,7 @@ fn rotated_codes(keys: Tensor<4>, base: &BaseScheme) -> Stored {
     let shape @ [b, h, n, _] = keys.dims();
     let (scaled, scale) = scaled_by_rms(turn(keys, base).0, base.meta);
     let chunks = scaled.dims()[3];
-    let codes = gaussian_codes(scaled.flatten(0, 4), base.bits).float();
+    let codes = gaussian_codes(scaled.flatten(0, 4), base.bits.ceil()).float();
     Stored { codes: codes.reshape(shape), scale: Some(scale.reshape([b, h, n, chunks])), zero: None }
 }
 

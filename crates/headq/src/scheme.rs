@@ -41,19 +41,64 @@ pub struct KeyScheme {
 pub struct BaseScheme {
     /// Which quantizer.
     pub quantizer: Quantizer,
-    /// Bits per code, 1–8.
-    pub bits: u32,
+    /// Bits per code: 1–8, or the mean over a head's coefficients under `klt`.
+    pub bits: Bits,
     /// When tokens are coded.
     pub flush: Flush,
-    /// Channels that share one scale (not `kivi`); `None` is the head width.
+    /// Channels that share one scale (not `kivi`, not `klt`); `None` is the head width.
     pub channels: Option<usize>,
-    /// Factor ρ on the half-width of each min/max range, in (0, 1]; values outside are clipped.
+    /// Factor ρ on the half-width of each min/max range, in (0, 1]; values outside are clipped. Under `klt` it multiplies the
+    /// quantizer's own factors ([`crate::transform::range_factor`]), in (0, [`MOST_KLT_RANGE`]].
     pub range: f32,
+    /// Where ranges come from.
+    pub ranges: RangeSource,
+    /// How numbers become codes.
+    pub rounding: Rounding,
     /// Whether the calibrated mean of each head's keys is subtracted from every key and never added back, which attention cannot see.
     pub center: bool,
     /// How scales and zeros are stored.
     pub meta: Meta,
 }
+
+/// Bits per code: whole for all quantizers but `klt`, where they are a mean and have up to three decimals.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Bits {
+    thousandths: u32,
+}
+
+/// Where the ranges of a quantizer come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum RangeSource {
+    /// From the numbers that share a range; scales and zeros are stored. (`grid` has neither and none of this.)
+    #[default]
+    Group,
+    /// From calibration: nothing is stored but codes.
+    Static,
+}
+
+/// How numbers become codes.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub enum Rounding {
+    /// Each to the nearest level.
+    #[default]
+    Nearest,
+    /// Channel by channel, each after the errors of those before it have been added in the measure of scores ([`crate::feedback`]).
+    ScoreAware {
+        /// λ of H = C_q + λ·mean(diag C_q)·I.
+        lambda: f32,
+    },
+}
+
+/// λ where the written form does not give it.
+pub const DEFAULT_LAMBDA: f32 = 0.01;
+/// Bits of the best coefficient of `klt`, and so the largest mean.
+pub const MOST_KLT_BITS: u32 = 6;
+/// Smallest mean bits of `klt`.
+const LEAST_KLT_BITS: Bits = Bits { thousandths: 250 };
+/// Largest ρ of `klt`: where its own factor is 0.8, whole ranges.
+pub const MOST_KLT_RANGE: f32 = 1.25;
+/// Sinks where the written form of `klt` does not give them.
+const KLT_SINKS: usize = 4;
 
 /// When tokens move from the dense window to codes (E10): after appending token t (0-based),
 /// ⌊max(0, t+1−R−N)/G⌋·G tokens after the N sinks are read from codes.
@@ -80,6 +125,9 @@ pub enum Quantizer {
     /// Randomized Hadamard rotation, then per token a Lloyd–Max grid for a Gaussian, with one scale for c rotated channels (QuaRot,
     /// arXiv:2404.00456; TurboQuant, arXiv:2504.19874).
     Rotated,
+    /// Transform coding in the coordinates in which squared error is expected squared score error, with more bits for coefficients that
+    /// matter more and none for most ([`crate::transform`]).
+    Klt,
 }
 
 /// Width of stored scales and zeros.
@@ -225,14 +273,79 @@ impl BaseScheme {
 }
 
 impl BaseScheme {
-    /// Whether it needs calibrated means or scales of the keys ([`crate::KeyStatistics`]).
+    /// Whether it needs calibrated statistics of the keys and queries ([`crate::KeyStatistics`]).
     pub fn is_static(&self) -> bool {
-        self.center || self.quantizer == Quantizer::Grid
+        self.center || matches!(self.quantizer, Quantizer::Grid | Quantizer::Klt) || self.lambda().is_some()
     }
 
-    /// Whether it has min/max ranges from the data, which can be clipped.
+    /// Whether it has min/max ranges from the data, whose clip factors can be learned.
     pub fn has_ranges(&self) -> bool {
-        matches!(self.quantizer, Quantizer::Kivi | Quantizer::Token)
+        matches!(self.quantizer, Quantizer::Kivi | Quantizer::Token) && self.rounding == Rounding::Nearest
+    }
+
+    /// λ of score-aware rounding; `None` where each number goes to its nearest level.
+    pub fn lambda(&self) -> Option<f64> {
+        match self.rounding {
+            Rounding::Nearest => None,
+            Rounding::ScoreAware { lambda } => Some(lambda.into()),
+        }
+    }
+}
+
+impl Quantizer {
+    /// Sinks where the written form does not give them.
+    fn sinks(self) -> usize {
+        if self == Quantizer::Klt { KLT_SINKS } else { 0 }
+    }
+
+    /// Whether each channel is rounded by itself, so that one's error can be passed on to the next.
+    fn is_per_channel(self) -> bool {
+        matches!(self, Quantizer::Kivi | Quantizer::Grid)
+    }
+
+    /// The largest ρ.
+    fn most_range(self) -> f32 {
+        if self == Quantizer::Klt { MOST_KLT_RANGE } else { 1.0 }
+    }
+}
+
+impl Bits {
+    /// A whole number of bits.
+    pub const fn whole(bits: u32) -> Self {
+        Self { thousandths: 1000 * bits }
+    }
+
+    /// Mean bits.
+    pub fn mean(self) -> f64 {
+        f64::from(self.thousandths) / 1000.0
+    }
+
+    /// The mean rounded up: the number itself of all quantizers but `klt`.
+    pub const fn ceil(self) -> u32 {
+        self.thousandths.div_ceil(1000)
+    }
+
+    /// One bit more.
+    pub const fn one_more(self) -> Self {
+        Self { thousandths: self.thousandths + 1000 }
+    }
+
+    /// From a decimal with up to three places.
+    fn parse(text: &str, what: &str, range: std::ops::RangeInclusive<Bits>) -> Result<Self, String> {
+        let (whole, places) = text.split_once('.').unwrap_or((text, "0"));
+        let digits = |s: &str| !s.is_empty() && s.bytes().all(|b| b.is_ascii_digit());
+        let all = format!("{whole}{places:0<3}");
+        let number = (digits(whole) && digits(places) && places.len() <= 3).then(|| all.parse().ok()).flatten();
+        number.map(|thousandths| Bits { thousandths }).filter(|bits| range.contains(bits)).ok_or_else(|| {
+            let (low, high) = (range.start(), range.end());
+            format!("{what}: expected a number from {low} to {high} with at most three decimals, found '{text}'")
+        })
+    }
+}
+
+impl fmt::Display for Bits {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.mean())
     }
 }
 
@@ -312,7 +425,9 @@ names!(Quantizer {
     Quantizer::Token => "token",
     Quantizer::Grid => "grid",
     Quantizer::Rotated => "rotated",
+    Quantizer::Klt => "klt",
 });
+names!(RangeSource { RangeSource::Group => "group", RangeSource::Static => "static" });
 names!(Policy {
     Policy::Token => "token",
     Policy::A2 => "a2",
@@ -375,13 +490,18 @@ impl Scheme {
     /// Checks the scheme against the shape of a model's heads.
     ///
     /// # Errors
-    /// [`Error::Fit`] where the rank exceeds the head width or the channel groups do not divide it.
+    /// [`Error::Fit`] where the rank exceeds the head width, the channel groups do not divide it, or a head has not one bit.
     pub fn check(&self, head_dim: usize) -> Result<(), Error> {
         let fit = |reason: String| Err(Error::Fit { scheme: self.to_string(), reason });
         if let Some(side) = self.side()
             && side.rank > head_dim
         {
             return fit(format!("rank={} exceeds the head width {head_dim}; give rank=1 to {head_dim}", side.rank));
+        }
+        if let Some(base) = self.key.map(|k| k.base)
+            && base.bits.mean() * (head_dim as f64) < 1.0
+        {
+            return fit(format!("{base} leaves less than one bit for a head {head_dim} wide; give more bits"));
         }
         let key_c = self.key.and_then(|k| k.base.channels);
         let value_c = self.value.and_then(|v| v.channels);
@@ -450,10 +570,15 @@ impl fmt::Display for BaseScheme {
         let mut options = Options(Vec::new());
         options.push("g", self.flush.group);
         options.push("r", self.flush.residual);
-        options.push_unless("sinks", self.flush.sinks, 0);
+        options.push_unless("sinks", self.flush.sinks, self.quantizer.sinks());
         options.push_some("c", self.channels);
         options.push_unless("range", self.range, 1.0);
-        options.flag("center", self.center);
+        options.push_unless("ranges", self.ranges, RangeSource::Group);
+        if let Rounding::ScoreAware { lambda } = self.rounding {
+            options.push("rounding", SCORE_AWARE);
+            options.push_unless("lambda", lambda, DEFAULT_LAMBDA);
+        }
+        options.flag("center", self.center && self.quantizer != Quantizer::Klt);
         options.push_unless("meta", self.meta, Meta::F16);
         write!(f, "{}-{}{options}", self.quantizer, self.bits)
     }
@@ -483,6 +608,10 @@ impl fmt::Display for ValueScheme {
         write!(f, "{}-{}{options}", self.policy, self.bits)
     }
 }
+
+/// Names of [`Rounding`].
+const NEAREST: &str = "nearest";
+const SCORE_AWARE: &str = "score-aware";
 
 /// Options that are written without a value.
 const FLAGS: &[&str] = &["center"];
@@ -523,13 +652,17 @@ impl<'a> Term<'a> {
         Ok(Self { head: text[..open].trim(), options })
     }
 
-    /// Splits `NAME-BITS` and checks the bits.
-    fn name_bits(&self, range: std::ops::RangeInclusive<u32>) -> Result<(&'a str, u32), String> {
-        let (name, bits) = self
-            .head
+    /// Splits `NAME-BITS`.
+    fn name_and_bits(&self) -> Result<(&'a str, &'a str), String> {
+        self.head
             .rsplit_once('-')
             .filter(|(name, bits)| !name.is_empty() && bits.parse::<f64>().is_ok())
-            .ok_or_else(|| format!("'{}' is not written NAME-BITS, e.g. kivi-2", self.head))?;
+            .ok_or_else(|| format!("'{}' is not written NAME-BITS, e.g. kivi-2", self.head))
+    }
+
+    /// Splits `NAME-BITS` and checks the bits, a whole number.
+    fn name_bits(&self, range: std::ops::RangeInclusive<u32>) -> Result<(&'a str, u32), String> {
+        let (name, bits) = self.name_and_bits()?;
         Ok((name, whole(bits, &format!("bits of '{}'", self.head), range)?))
     }
 
@@ -555,11 +688,43 @@ impl<'a> Term<'a> {
         self.take(name).map_or(Ok(T::default()), |v| v.parse().map_err(|e| format!("option {name}: {e}")))
     }
 
-    fn take_range(&mut self) -> Result<f32, String> {
-        let Some(text) = self.take("range") else { return Ok(1.0) };
+    fn take_real(&mut self, name: &str, most: f32) -> Result<Option<f32>, String> {
+        let Some(text) = self.take(name) else { return Ok(None) };
         match text.parse::<f32>() {
-            Ok(v) if v > 0.0 && v <= 1.0 => Ok(v),
-            _ => Err(format!("range={text}: expected a number above 0 and at most 1")),
+            Ok(v) if v > 0.0 && v <= most => Ok(Some(v)),
+            _ => Err(format!("{name}={text}: expected a number above 0 and at most {most}")),
+        }
+    }
+
+    fn take_range(&mut self, most: f32) -> Result<f32, String> {
+        Ok(self.take_real("range", most)?.unwrap_or(1.0))
+    }
+
+    fn take_rounding(&mut self, quantizer: Quantizer) -> Result<Rounding, String> {
+        let rounding = self.take("rounding");
+        let lambda = self.take_real("lambda", MOST_LAMBDA)?;
+        match (rounding, lambda) {
+            (None | Some(NEAREST), None) => Ok(Rounding::Nearest),
+            (None | Some(NEAREST), Some(lambda)) => {
+                Err(format!("lambda={lambda}: only score-aware rounding has one; add rounding={SCORE_AWARE}"))
+            }
+            (Some(SCORE_AWARE), _) if !quantizer.is_per_channel() => {
+                Err(format!("rounding={SCORE_AWARE}: {quantizer} does not round channel by channel; kivi and grid do"))
+            }
+            (Some(SCORE_AWARE), lambda) => Ok(Rounding::ScoreAware { lambda: lambda.unwrap_or(DEFAULT_LAMBDA) }),
+            (Some(other), _) => {
+                Err(format!("option rounding: '{other}' is not known; known are {NEAREST}, {SCORE_AWARE}"))
+            }
+        }
+    }
+
+    /// Where ranges come from, and how they are stored if they are.
+    fn take_ranges(&mut self, quantizer: Quantizer) -> Result<(RangeSource, Meta), String> {
+        let ranges = if quantizer == Quantizer::Klt { self.take_named("ranges")? } else { RangeSource::Group };
+        let meta = if quantizer == Quantizer::Grid { Meta::F16 } else { self.take_named("meta")? };
+        match (ranges, meta) {
+            (RangeSource::Static, Meta::F32) => Err("meta=f32: ranges=static stores no scales; leave it out".into()),
+            all => Ok(all),
         }
     }
 
@@ -587,38 +752,48 @@ fn whole<T: TryFrom<u64> + fmt::Display + Copy + Into<u64>>(
 /// Tokens in a group, window or sink region; beyond this nothing sensible is meant.
 const MOST_TOKENS: usize = 1 << 24;
 
+/// Largest λ; beyond it nothing but the nearest level is left.
+const MOST_LAMBDA: f32 = 1000.0;
+
 fn parse_base(text: &str) -> Result<BaseScheme, String> {
     let mut term = Term::parse(text)?;
-    let (name, bits) = term.name_bits(1..=8)?;
+    let (name, bits) = term.name_and_bits()?;
     let quantizer: Quantizer = name.parse().map_err(|e| format!("key quantizer {e}"))?;
-    let default = Flush::default();
+    let what = format!("bits of '{}'", term.head);
+    let bits = match quantizer {
+        Quantizer::Klt => Bits::parse(bits, &what, LEAST_KLT_BITS..=Bits::whole(MOST_KLT_BITS))?,
+        _ => Bits::whole(whole(bits, &what, 1..=8)?),
+    };
+    let (default, rounding) = (Flush::default(), term.take_rounding(quantizer)?);
+    let (ranges, meta) = term.take_ranges(quantizer)?;
     let base = BaseScheme {
         quantizer,
         bits,
         flush: Flush {
             group: term.take_usize("g", 1..=MOST_TOKENS)?.unwrap_or(default.group),
             residual: term.take_usize("r", 0..=MOST_TOKENS)?.unwrap_or(default.residual),
-            sinks: term.take_usize("sinks", 0..=MOST_TOKENS)?.unwrap_or(default.sinks),
+            sinks: term.take_usize("sinks", 0..=MOST_TOKENS)?.unwrap_or(quantizer.sinks()),
         },
         channels: match quantizer {
-            Quantizer::Kivi => None,
+            Quantizer::Kivi | Quantizer::Klt => None,
             _ => term.take_usize("c", 1..=MOST_TOKENS)?,
         },
         range: match quantizer {
             Quantizer::Rotated => 1.0,
-            _ => term.take_range()?,
+            _ => term.take_range(quantizer.most_range())?,
         },
-        center: term.take("center").is_some(),
-        meta: match quantizer {
-            Quantizer::Grid => Meta::F16,
-            _ => term.take_named("meta")?,
-        },
+        ranges,
+        rounding,
+        // The mean is no part of a coefficient, asked or not.
+        center: term.take("center").is_some() || quantizer == Quantizer::Klt,
+        meta,
     };
     term.finish(match quantizer {
-        Quantizer::Kivi => "g, r, sinks, range, center, meta",
+        Quantizer::Kivi => "g, r, sinks, range, rounding, lambda, center, meta",
         Quantizer::Token => "g, r, sinks, c, range, center, meta",
-        Quantizer::Grid => "g, r, sinks, c, range, center",
+        Quantizer::Grid => "g, r, sinks, c, range, rounding, lambda, center",
         Quantizer::Rotated => "g, r, sinks, c, center, meta",
+        Quantizer::Klt => "g, r, sinks, range, ranges, center, meta",
     })?;
     Ok(base)
 }
@@ -663,7 +838,7 @@ fn parse_value(text: &str) -> Result<Option<ValueScheme>, String> {
         group: term.take_usize("g", 1..=MOST_TOKENS)?,
         residual: term.take_usize("r", 0..=MOST_TOKENS)?,
         sinks: term.take_usize("sinks", 0..=MOST_TOKENS)?,
-        range: term.take_range()?,
+        range: term.take_range(1.0)?,
         meta: term.take_named("meta")?,
     };
     term.finish("c, g, r, sinks, range, meta")?;
@@ -734,23 +909,36 @@ mod tests {
     fn any_scheme() -> impl Strategy<Value = Scheme> {
         let range = prop_oneof![Just(1.0f32), Just(0.85), 0.01f32..1.0];
         let meta = prop_oneof![Just(Meta::F16), Just(Meta::F32)];
+        let rounding = prop_oneof![
+            Just(Rounding::Nearest),
+            Just(Rounding::ScoreAware { lambda: DEFAULT_LAMBDA }),
+            (1e-6f32..1000.0).prop_map(|lambda| Rounding::ScoreAware { lambda }),
+        ];
         let base = (
             prop::sample::select(Quantizer::ALL),
-            1u32..=8,
+            (1u32..=8, 250u32..=6000),
             flush(),
             prop::option::of(1usize..200),
             range,
+            (prop::sample::select(RangeSource::ALL), rounding),
             meta,
             any::<bool>(),
         )
-            .prop_map(|(quantizer, bits, flush, c, range, meta, center)| BaseScheme {
-                quantizer,
-                bits,
-                flush,
-                channels: c.filter(|_| quantizer != Quantizer::Kivi),
-                range: if quantizer == Quantizer::Rotated { 1.0 } else { range },
-                center,
-                meta: if quantizer == Quantizer::Grid { Meta::F16 } else { meta },
+            .prop_map(|(quantizer, (bits, thousandths), flush, c, range, (ranges, rounding), meta, center)| {
+                let klt = quantizer == Quantizer::Klt;
+                let ranges = if klt { ranges } else { RangeSource::Group };
+                let no_scales = quantizer == Quantizer::Grid || ranges == RangeSource::Static;
+                BaseScheme {
+                    quantizer,
+                    bits: if klt { Bits { thousandths } } else { Bits::whole(bits) },
+                    flush,
+                    channels: c.filter(|_| quantizer != Quantizer::Kivi && !klt),
+                    range: if quantizer == Quantizer::Rotated { 1.0 } else { range },
+                    ranges,
+                    rounding: if quantizer.is_per_channel() { rounding } else { Rounding::Nearest },
+                    center: center || klt,
+                    meta: if no_scales { Meta::F16 } else { meta },
+                }
             });
         let side = (
             prop::sample::select(Family::ALL),
@@ -810,10 +998,25 @@ mod tests {
             "rotated-2(g=32,r=32,c=16)",
             "kivi-2(g=32,r=32,range=0.85,center,meta=f32)/a2-2(c=32)",
             "dense/recency-3",
+            "klt-2(g=32,r=32)",
+            "klt-1.5(g=128,r=128)",
+            "klt-2.25(g=32,r=0,sinks=0,range=1.25,meta=f32)",
+            "klt-0.25(g=8,r=5,ranges=static)+score-optimal(rank=4,bits=2)",
+            "kivi-2(g=128,r=128,sinks=4,range=0.85,rounding=score-aware,lambda=0.03)",
+            "grid-3(g=32,r=32,c=1,rounding=score-aware,center)",
         ] {
             assert_eq!(text.parse::<Scheme>().unwrap().to_string(), text);
         }
         assert_eq!("kivi-2".parse::<Scheme>().unwrap().to_string(), "kivi-2(g=32,r=32)");
+        for (text, printed) in [
+            ("klt-2", "klt-2(g=32,r=32)"),
+            ("klt-1.50(sinks=4,center,ranges=group)", "klt-1.5(g=32,r=32)"),
+            ("klt-2.050", "klt-2.05(g=32,r=32)"),
+            ("kivi-2(rounding=score-aware,lambda=0.01)", "kivi-2(g=32,r=32,rounding=score-aware)"),
+            ("token-2(rounding=nearest)", "token-2(g=32,r=32)"),
+        ] {
+            assert_eq!(text.parse::<Scheme>().unwrap().to_string(), printed);
+        }
         assert_eq!(" token-8( c = 32 ) / dense ".parse::<Scheme>().unwrap().to_string(), "token-8(g=32,r=32,c=32)");
     }
 
@@ -825,8 +1028,14 @@ mod tests {
             ("kivi-2.5", "whole number"),
             ("kivi-2(g=0)", "g: expected a whole number from 1"),
             ("kivi-2(g=-1)", "g: expected a whole number"),
-            ("kivi-2(c=4)", "option 'c' of 'kivi-2' is not known; known are g, r, sinks, range, center, meta"),
-            ("grid-2(meta=f32)", "option 'meta' of 'grid-2' is not known; known are g, r, sinks, c, range, center"),
+            (
+                "kivi-2(c=4)",
+                "option 'c' of 'kivi-2' is not known; known are g, r, sinks, range, rounding, lambda, center, meta",
+            ),
+            (
+                "grid-2(meta=f32)",
+                "option 'meta' of 'grid-2' is not known; known are g, r, sinks, c, range, rounding, lambda, center",
+            ),
             ("rotated-2(range=0.9)", "known are g, r, sinks, c, center, meta"),
             ("kivi-2(center=1)", "'center' takes no value"),
             ("kivi-2(center,center)", "twice"),
@@ -841,7 +1050,21 @@ mod tests {
             ("kivi-2(g=32,,r=1)", "option '' is not written name=value"),
             ("kivi-2(g=32,)", "option '' is not written name=value"),
             ("kivi", "NAME-BITS"),
-            ("kiwi-2", "known are kivi, token, grid, rotated"),
+            ("kiwi-2", "known are kivi, token, grid, rotated, klt"),
+            ("klt-0.2", "bits of 'klt-0.2': expected a number from 0.25 to 6 with at most three decimals, found '0.2'"),
+            ("klt-6.001", "from 0.25 to 6"),
+            ("klt-1.0625", "at most three decimals"),
+            ("klt-1e0", "at most three decimals"),
+            ("klt-2(c=4)", "option 'c' of 'klt-2' is not known; known are g, r, sinks, range, ranges, center, meta"),
+            ("klt-2(range=1.3)", "above 0 and at most 1.25"),
+            ("klt-2(ranges=fixed)", "option ranges: 'fixed' is not known; known are group, static"),
+            ("klt-2(ranges=static,meta=f32)", "ranges=static stores no scales"),
+            ("kivi-2(ranges=static)", "option 'ranges' of 'kivi-2' is not known"),
+            ("klt-2(rounding=score-aware)", "klt does not round channel by channel; kivi and grid do"),
+            ("token-2(rounding=score-aware)", "token does not round channel by channel"),
+            ("kivi-2(lambda=0.1)", "lambda=0.1: only score-aware rounding has one; add rounding=score-aware"),
+            ("kivi-2(rounding=score-aware,lambda=0)", "lambda=0: expected a number above 0 and at most 1000"),
+            ("kivi-2(rounding=up)", "option rounding: 'up' is not known; known are nearest, score-aware"),
             ("kivi-2+pca(rank=4,bits=4)", "known are query-pca, query-pca-centered"),
             ("kivi-2+query-pca(bits=4)", "does not give rank="),
             ("kivi-2+query-pca(rank=4)", "does not give bits="),
@@ -882,5 +1105,7 @@ mod tests {
         );
         assert!(check("token-2(c=48)", 64).unwrap_err().contains("c=48 does not divide"));
         assert!(check("dense/token-2(c=128)", 64).unwrap_err().contains("c=128"));
+        assert!(check("klt-0.25", 4).is_ok());
+        assert!(check("klt-0.25", 3).unwrap_err().contains("less than one bit for a head 3 wide"));
     }
 }

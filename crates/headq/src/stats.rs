@@ -1,5 +1,7 @@
 //! Calibration statistics: first and second moments of queries, keys, residuals and values, in f64 on the host.
 
+use std::sync::Arc;
+
 use nalgebra::{DMatrix, DVector};
 use rayon::prelude::*;
 
@@ -138,7 +140,16 @@ impl LayerStats {
     }
 }
 
-/// What static base quantizers know of a model's keys: means and standard deviations by channel, from calibration.
+/// Second moments of one KV head, from which operator-matched quantizers are derived.
+#[derive(Debug, Clone, PartialEq)]
+pub struct HeadMoments {
+    /// C_q = `E[q qᵀ]`, uncentered, pooled over the query heads that share the KV head: `[head_dim, head_dim]`.
+    pub queries: DMatrix<f64>,
+    /// C_k, the covariance of the keys about their mean: `[head_dim, head_dim]`.
+    pub keys: DMatrix<f64>,
+}
+
+/// What calibrated base quantizers know of a model's keys and of the queries that read them.
 #[derive(Debug, Clone, PartialEq)]
 pub struct KeyStatistics {
     /// KV heads per layer.
@@ -151,6 +162,8 @@ pub struct KeyStatistics {
     pub deviation: Vec<f32>,
     /// Root mean square, as `mean`.
     pub rms: Vec<f32>,
+    /// Second moments: `[layers, kv_heads]`.
+    pub moments: Arc<[HeadMoments]>,
 }
 
 impl KeyStatistics {
@@ -168,6 +181,13 @@ impl KeyStatistics {
         if !heads().all(Moments::is_finite) {
             return fail("the keys in the statistics are not finite");
         }
+        if !stats.iter().flat_map(|layer| &layer.q).all(Moments::is_finite) {
+            return fail("the queries in the statistics are not finite");
+        }
+        let of_head = |layer: &LayerStats, head: usize| HeadMoments {
+            queries: layer.pooled_queries(head).second(),
+            keys: layer.k[head].covariance(),
+        };
         let channels = |value: &dyn Fn(f64, f64) -> f64| -> Vec<f32> {
             let head = |m: &Moments| {
                 let (mean, second) = (m.mean(), m.second());
@@ -181,6 +201,7 @@ impl KeyStatistics {
             mean: channels(&|mean, _| mean),
             deviation: channels(&|mean, second| (second - mean * mean).max(0.0).sqrt()),
             rms: channels(&|_, second| second.sqrt()),
+            moments: stats.iter().flat_map(|layer| (0..layer.k.len()).map(move |h| of_head(layer, h))).collect(),
         })
     }
 
@@ -192,6 +213,11 @@ impl KeyStatistics {
     /// μ of one layer: `[1, kv_heads, 1, head_dim]`.
     pub fn mean_of(&self, layer: usize) -> burn::tensor::TensorData {
         burn::tensor::TensorData::new(self.layer(&self.mean, layer).to_vec(), [1, self.kv_heads, 1, self.head_dim])
+    }
+
+    /// Second moments of one layer's KV heads.
+    pub fn moments_of(&self, layer: usize) -> &[HeadMoments] {
+        &self.moments[layer * self.kv_heads..(layer + 1) * self.kv_heads]
     }
 
     /// The part of `[layers, kv_heads, head_dim]` that belongs to a layer.
@@ -234,5 +260,19 @@ mod tests {
         assert_eq!(stats.pooled_queries(1).sum[0], 7.0);
         assert_eq!(stats.pooled_queries(0).second()[(0, 0)], 2.5);
         assert_eq!(stats.e[0].n, 0);
+    }
+
+    #[test]
+    fn key_statistics_hold_what_each_kv_head_is_read_by() {
+        let mut stats = LayerStats::new(4, 2, 2);
+        let q = [1.0f32, 2.0, 3.0, -1.0, 0.5, 0.0, 2.0, 2.0];
+        let k = [1.0f32, 0.0, 3.0, 2.0, 5.0, 5.0, 5.0, 1.0];
+        stats.add(&q, &k, &[], &k);
+        let found = KeyStatistics::of(&[stats.clone(), stats]).unwrap();
+        assert_eq!(found.moments.len(), 4);
+        // KV head 1 is read by the query heads 2 and 3; its keys (5, 5) and (5, 1) differ in the second channel.
+        let head = &found.moments_of(1)[1];
+        assert_eq!(head.queries, DMatrix::from_row_slice(2, 2, &[4.25 / 2.0, 2.0, 2.0, 2.0]));
+        assert_eq!(head.keys, DMatrix::from_row_slice(2, 2, &[0.0, 0.0, 0.0, 4.0]));
     }
 }

@@ -5,7 +5,7 @@
 mod common;
 
 use burn::tensor::{Device, Tensor, TensorData};
-use common::{SCHEMES, basis, modules, normal, teacher_forced};
+use common::{SCHEMES, basis, key_statistics, modules, normal, teacher_forced};
 use headq::budget::{Budget, HeadShape};
 use headq::scheme::Scheme;
 use headq::{Attention, AttentionSite, DecodeAttention, DenseType, DeviceName, PackedCache};
@@ -119,6 +119,9 @@ fn every_device_reads_the_same_pages() {
             "kivi-2(g=8,r=5,sinks=3)+query-pca(rank=4,bits=4)/token-2(c=8)",
             "rotated-3(g=8,r=5)/a2-3(c=8)",
             "grid-2(g=4,r=3,center)",
+            "klt-2(g=4,r=3)+query-pca(rank=4,bits=4)",
+            "klt-1.5(g=1,r=3,ranges=static)",
+            "kivi-2(g=4,r=3,rounding=score-aware)",
             "dense",
         ] {
             let case = Case::new(scheme, (4, 2, Some(19)), 16, 40);
@@ -152,6 +155,11 @@ fn long_contexts_and_wide_heads_cross_pages_and_pieces() {
         ("token-6(g=20,r=33,c=24)/a2-2(g=64,r=128)", (4, 2, Some(200)), 48, 640),
         ("grid-4(g=1,r=1,c=1,center)/random-4(g=10,r=0)", (2, 1, None), 24, 400),
         ("kivi-1(g=100,r=0)+query-pca(rank=64,bits=8)", (6, 6, None), 64, 450),
+        ("klt-2(g=128,r=100)+score-optimal(rank=4,bits=2)/token-2(c=32)", (9, 3, None), 64, 700),
+        ("klt-1.25(g=16,r=7,sinks=70)", (14, 2, Some(200)), 80, 500),
+        ("klt-3(g=20,r=33)/token-3(g=64,r=64)", (4, 2, None), 24, 400),
+        ("klt-2.5(g=1,r=16,ranges=static)", (6, 6, None), 32, 400),
+        ("kivi-2(g=32,r=32,range=0.85,rounding=score-aware)+query-pca(rank=4,bits=4)", (9, 3, None), 64, 400),
         ("dense/token-4(g=64,r=64)", (32, 4, None), 128, 500),
         ("dense", (7, 7, Some(90)), 20, 400),
     ] {
@@ -211,6 +219,7 @@ fn cutting_and_appending_again_is_never_having_gone_further() {
         ("token-3(g=4,r=0)/mse-3(c=4)", 20),
         ("dense", 0),
         ("rotated-3(g=3,r=7)/random-2(g=4)", 6),
+        ("klt-1.5(g=8,r=5)/token-2", 9),
     ] {
         let case = Case::new(scheme, (4, 2, None), 16, 90);
         let mut cache = case.cache(DenseType::F16, rewind);
@@ -258,6 +267,11 @@ fn bytes_are_those_of_the_accounting() {
         "rotated-2(g=32,r=32)/random-2(c=64)",
         "grid-2(g=32,r=32)/token-8",
         "kivi-2(g=32,r=32,meta=f32)/token-2(c=32,meta=f32)",
+        "kivi-2(g=32,r=32,rounding=score-aware)",
+        "klt-2(g=32,r=32)",
+        "klt-1.5(g=128,r=128)+score-optimal(rank=4,bits=2)/token-2(c=32)",
+        "klt-1(g=128,r=124,meta=f32)/token-2(c=32)",
+        "klt-2(g=32,r=32,ranges=static)",
         "dense/token-2(c=32)",
         "dense",
     ] {
@@ -276,7 +290,10 @@ fn bytes_are_those_of_the_accounting() {
                     cache.extend(0, part(kv_heads, 2), part(kv_heads, 3));
                 }
             }
-            let accounted = Budget::at(&case.scheme, &case.shape(), 4096).bytes_per_token * 4096.0;
+            let keys = key_statistics(kv_heads, width);
+            let budget = Budget::calibrated_at(&case.scheme, Some(&keys), &case.shape(), 4096);
+            let accounted = budget.bytes_per_token * 4096.0;
+            assert!(budget.key_bits <= Budget::at(&case.scheme, &case.shape(), 4096).key_bits + 1e-9, "{scheme}");
             let off = cache.bytes() as f64 / accounted - 1.0;
             assert!((-0.001..0.02).contains(&off), "{scheme}, {kv_heads} heads of {width}: {off:+.4}");
         }
@@ -290,6 +307,8 @@ fn a_saved_cache_loads_bit_for_bit_and_anything_else_is_refused() {
         "kivi-2(g=8,r=5,sinks=3)+query-pca(rank=4,bits=4)/token-2(c=8)",
         "rotated-3(g=8,r=5)+random(rank=3,bits=6,scope=query-head)/a2-3(c=8,g=4,r=9)",
         "grid-2(g=1,r=1)",
+        "klt-1.5(g=8,r=5)+query-pca(rank=4,bits=4)",
+        "klt-2(g=4,r=5,ranges=static)",
         "dense",
     ] {
         let case = Case::new(scheme, (4, 2, None), 16, 60);
@@ -331,5 +350,23 @@ fn a_saved_cache_loads_bit_for_bit_and_anything_else_is_refused() {
                 refused(&damaged, "model", case.shape());
             }
         }
+    }
+}
+
+#[test]
+fn a_cache_of_another_calibration_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    for scheme in ["klt-2(g=8,r=5)", "klt-2(g=8,r=5,ranges=static)", "grid-2(g=8,r=5)", "kivi-2(g=8,r=5,center)"] {
+        let case = Case::new(scheme, (4, 2, None), 16, 40);
+        let path = folder.path().join("cache.safetensors");
+        let mut cache = case.cache(DenseType::F16, 0);
+        (0..40).for_each(|t| drop(case.step(&mut cache, t)));
+        cache.save(&path, "model").unwrap();
+        let mut keys = key_statistics(2, 16);
+        [&mut keys.mean, &mut keys.deviation, &mut keys.rms].into_iter().flatten().for_each(|x| *x *= 1.5);
+        keys.moments = keys.moments.iter().rev().cloned().collect();
+        let module = headq::HeadqAttention::calibrated(case.scheme, None, Some(&keys), 0, &Device::flex());
+        let error = PackedCache::load(&path, "model", vec![module], case.shape()).unwrap_err().to_string();
+        assert!(error.contains("calibration is") && error.contains("belongs to something else"), "{error}");
     }
 }

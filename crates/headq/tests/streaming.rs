@@ -95,6 +95,9 @@ fn long_texts_cross_tiles() {
         ("grid-3(g=8,r=5,center)/a2-2(c=8,g=32,r=20)", None),
         ("rotated-2(g=16,r=5)/a2-3(g=16,r=100,sinks=2)", Some(130)),
         ("dense/a2-2(g=200,r=0)", None),
+        ("klt-2(g=16,r=40)/token-2(c=4)", None),
+        ("klt-1.5(g=8,r=5,ranges=static)", Some(130)),
+        ("kivi-2(g=16,r=5,rounding=score-aware)", None),
     ] {
         let scheme: Scheme = scheme.parse().unwrap();
         let basis = basis(&scheme, 1, 4, 2, D);
@@ -189,6 +192,10 @@ fn attention_works_under_autodiff_and_forwards_the_same_codes() {
         "kivi-2(g=8,r=5)+score-optimal(rank=4,bits=3)/token-4(c=8)",
         "grid-3(g=8,r=5,center,c=4)+score-optimal(rank=4,bits=3)/a2-4(c=8)",
         "rotated-3(g=8,r=5)+score-optimal(rank=4,bits=3)/mse-4(c=8)",
+        "kivi-2(g=8,r=5,range=0.85,rounding=score-aware)+score-optimal(rank=4,bits=3)",
+        "grid-3(g=8,r=5,rounding=score-aware,center)+score-optimal(rank=4,bits=3)",
+        "klt-2(g=8,r=5,sinks=0)+score-optimal(rank=4,bits=3)",
+        "klt-2.5(g=8,r=5,sinks=0,ranges=static)+score-optimal(rank=4,bits=3)",
     ] {
         for (_, device) in DeviceName::present() {
             forwards_the_same_codes_under_autodiff(&scheme.parse().unwrap(), &device);

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use comfy_table::{Table, presets};
-use headq::budget::Budget;
+use headq::budget::{Budget, depends_on_calibration};
 use headq_lab::LabError;
 use headq_lab::evaluate::head_shape;
 use headq_models::{describe, fingerprint};
@@ -44,7 +44,7 @@ pub fn run(context: &Context, args: &Inspect) -> Result<(), LabError> {
     for text in &asked {
         let scheme: headq::Scheme = text.parse()?;
         scheme.check(config.head_dim)?;
-        budgets.push((text.clone(), Budget::at(&scheme, &shape, args.context)));
+        budgets.push((text.clone(), Budget::at(&scheme, &shape, args.context), depends_on_calibration(&scheme)));
     }
     let identity = args.fingerprint.then(|| fingerprint(&path, options)).transpose()?;
     context.print(
@@ -60,9 +60,9 @@ pub fn run(context: &Context, args: &Inspect) -> Result<(), LabError> {
                 "bytes_on_disk": described.bytes,
                 "fingerprint": identity,
                 "context": args.context,
-                "schemes": budgets.iter().map(|(scheme, b)| json!({
+                "schemes": budgets.iter().map(|(scheme, b, bound)| json!({
                     "scheme": scheme, "key_bits": b.key_bits, "value_bits": b.value_bits, "cache_bits": b.cache_bits,
-                    "bytes_per_token": b.bytes_per_token,
+                    "bytes_per_token": b.bytes_per_token, "upper_bound": bound,
                 })).collect::<Vec<_>>(),
             })
         },
@@ -88,7 +88,7 @@ pub fn run(context: &Context, args: &Inspect) -> Result<(), LabError> {
             let mut table = Table::new();
             table.load_style(presets::ASCII_MARKDOWN);
             table.set_header(["scheme", "key bits", "value bits", "cache bits", "bytes/token", &format!("MiB at {}", args.context)]);
-            for (scheme, b) in &budgets {
+            for (scheme, b, _) in &budgets {
                 let mib = b.bytes_per_token * args.context as f64 / f64::from(1 << 20);
                 table.add_row([
                     scheme.clone(),
@@ -99,7 +99,15 @@ pub fn run(context: &Context, args: &Inspect) -> Result<(), LabError> {
                     format!("{mib:.2}"),
                 ]);
             }
-            format!("{text}\n{table}")
+            let bounds: Vec<&str> = budgets.iter().filter(|(.., bound)| *bound).map(|(s, ..)| s.as_str()).collect();
+            let note = match bounds.is_empty() {
+                true => String::new(),
+                false => format!(
+                    "\n{}: at most; how many coefficients have scales is calibrated, and headq eval --stats prints it",
+                    bounds.join(", ")
+                ),
+            };
+            format!("{text}\n{table}{note}")
         },
     )
 }

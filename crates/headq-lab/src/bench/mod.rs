@@ -127,7 +127,8 @@ impl Plan<'_> {
         let shape = head_shape(self.model.config());
         let longest = self.contexts.iter().copied().max().unwrap_or(0);
         let of = |c: &Contender| {
-            let budget = headq::budget::Budget::at(&c.planned.scheme, &shape, longest);
+            let Contender { planned, .. } = c;
+            let budget = headq::budget::Budget::calibrated_at(&planned.scheme, planned.keys.as_ref(), &shape, longest);
             let wide = if c.planned.scheme.is_dense() && c.dense == DenseType::F32 { 2.0 } else { 1.0 };
             budget.bytes_per_token * longest as f64 * wide
         };

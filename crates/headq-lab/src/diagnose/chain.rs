@@ -1,7 +1,7 @@
 //! The passes over text that the links are made of.
 
 use headq::basis::{captured_share, descending_eigen, fit_head};
-use headq::budget::{Budget, HeadShape};
+use headq::budget::HeadShape;
 use headq::scheme::{Family, Scheme};
 use headq::stats::LayerStats;
 use headq::{
@@ -135,10 +135,15 @@ impl Chain<'_> {
         })
     }
 
-    fn setting(&self, scheme: &Scheme) -> Setting {
-        let budget = Budget::of(scheme, &self.shape(), self.request.texts[0].windows[0].len());
+    fn named(&self, schemes: &[Scheme]) -> Result<Vec<Setting>, LabError> {
+        schemes.iter().map(|s| Ok(self.setting(&self.planned(s)?))).collect()
+    }
+
+    fn setting(&self, planned: &PlannedScheme) -> Setting {
+        let scheme = &planned.scheme;
+        let budget = planned.budget(&self.shape(), self.request.texts[0].windows[0].len());
         let (quantizer, bits, code_bits) = match (&scheme.key, &scheme.value) {
-            (Some(key), _) => (key.base.quantizer.name(), key.base.bits, budget.key_bits),
+            (Some(key), _) => (key.base.quantizer.name(), key.base.bits.ceil(), budget.key_bits),
             (None, Some(value)) => (value.policy.name(), value.bits, budget.value_bits),
             (None, None) => ("dense", 16, budget.key_bits),
         };
@@ -180,15 +185,15 @@ impl Chain<'_> {
                 readout: d.readout_error()?,
             })
         });
-        let named = |schemes: &[Scheme]| schemes.iter().map(|s| self.setting(s)).collect();
         let points = self.key_points(of_keys);
-        Ok(judge::metric(named(&keys), points, named(&values), value_points, self.thresholds, self.request.seed))
+        let (keys, values) = (self.named(&keys)?, self.named(&values)?);
+        Ok(judge::metric(keys, points, values, value_points, self.thresholds, self.request.seed))
     }
 
     fn counterexamples(&self, observer: &dyn Observer) -> Result<super::data::Counterexamples, LabError> {
         let (keys, _) = self.settings();
         let errors = self.setting_errors(observer)?;
-        let settings: Vec<Setting> = keys.iter().map(|s| self.setting(s)).collect();
+        let settings = self.named(&keys)?;
         let points = self.key_points(&errors[..keys.len()]);
         Ok(judge::counterexamples(&settings, &points, self.thresholds, self.request.seed))
     }

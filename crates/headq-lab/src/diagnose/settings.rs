@@ -1,6 +1,8 @@
 //! Which quantizers, policies and schemes each link compares, for any head width.
 
-use headq::scheme::{BaseScheme, Family, Flush, Meta, Policy, Quantizer, Scheme};
+use headq::scheme::{
+    BaseScheme, Bits, Family, Flush, MOST_KLT_BITS, Meta, Policy, Quantizer, RangeSource, Rounding, Scheme,
+};
 
 use super::data::Role;
 
@@ -86,12 +88,12 @@ impl Plan {
     /// rounding a zero to half precision is not equivariant.
     pub fn null_space(&self) -> [(Scheme, bool); 3] {
         let Flush { group, residual, sinks } = self.base.flush;
-        let (w, bits) = (self.window(), (self.base.bits + 1).min(8));
+        let (w, bits) = (self.window(), (self.base.bits.ceil() + 1).min(8));
         let more = sinks + 4;
         [
             (scheme(format!("grid-{bits}({w},c=1,center)")), false),
             (scheme(format!("grid-{bits}(g={group},r={residual},sinks={more},c=1,center)")), false),
-            (scheme(format!("kivi-{}({w},center,meta=f32)", self.base.bits)), true),
+            (scheme(format!("kivi-{}({w},center,meta=f32)", self.base.bits.ceil())), true),
         ]
     }
 
@@ -115,9 +117,11 @@ impl Plan {
         Family::ALL.iter().copied().filter(|f| *f != Family::Learned)
     }
 
-    /// One more bit for everything; `None` at 8 bits.
+    /// One more bit for everything; `None` where that is more than the quantizer has.
     fn one_more_bit(&self) -> Option<Scheme> {
-        (self.base.bits < 8).then(|| scheme(BaseScheme { bits: self.base.bits + 1, ..self.base }.to_string()))
+        let most = if self.base.quantizer == Quantizer::Klt { MOST_KLT_BITS } else { 8 };
+        let bits = self.base.bits.one_more();
+        (bits <= Bits::whole(most)).then(|| scheme(BaseScheme { bits, ..self.base }.to_string()))
     }
 
     /// Rows of the perplexity link after `dense`: what each is there for, its scheme, and the scheme that it is compared with.
@@ -162,10 +166,12 @@ impl Default for Plan {
         let flush = Flush::default();
         let base = BaseScheme {
             quantizer: Quantizer::Kivi,
-            bits: 2,
+            bits: Bits::whole(2),
             flush,
             channels: None,
             range: 1.0,
+            ranges: RangeSource::Group,
+            rounding: Rounding::Nearest,
             center: false,
             meta: Meta::F16,
         };
@@ -186,8 +192,15 @@ mod tests {
     #[test]
     fn every_scheme_fits_every_head_width() {
         for head_dim in [2, 3, 7, 16, 24, 40, 64, 80, 96, 128, 256] {
-            for base in ["kivi-2(g=32,r=32)", "kivi-8(g=7,r=0,sinks=4)", "token-1", "grid-3(center)", "rotated-2(g=64)"]
-            {
+            for base in [
+                "kivi-2(g=32,r=32)",
+                "kivi-8(g=7,r=0,sinks=4)",
+                "token-1",
+                "grid-3(center)",
+                "rotated-2(g=64)",
+                "klt-1.5",
+                "klt-6",
+            ] {
                 let plan = plan(head_dim, base);
                 let null = plan.null_space().map(|(s, _)| s);
                 let rows = plan.perplexity_rows();

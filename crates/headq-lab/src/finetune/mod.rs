@@ -182,8 +182,10 @@ impl Settings {
     pub fn check_key(&self, key: &KeyScheme) -> Result<(), LabError> {
         let scope = key.side.map(|side| side.scope).unwrap_or_default();
         if self.train_base_clip && !key.base.has_ranges() {
-            let reason =
-                format!("train_base_clip: {} has no ranges from the data to clip; kivi and token have", key.base);
+            let reason = format!(
+                "train_base_clip: {} has no ranges from the data to clip; kivi and token have, rounded to nearest",
+                key.base
+            );
             return Err(LabError::Usage(reason));
         }
         if self.train_base_clip && scope == Scope::QueryHead {

@@ -7,7 +7,7 @@
 //!
 //! **What it covers** ([`covers`]): base quantizers `kivi`, `token` and `rotated` with 1 to 8 bits, side codes of either kind of scales
 //! and either scope, values `token` with 1 to 8 bits and heads of a multiple of 16 channels, keys or values that stay dense, sinks,
-//! `center`, GQA, sliding windows, prompts, truncation and saved caches. The rest (`grid`, values of mixed widths) goes through tensors.
+//! `center`, GQA, sliding windows, prompts, truncation and saved caches. The rest (`grid`, `klt`, values of mixed widths) goes through tensors.
 //!
 //! **On the device.** Codes lie in segments that never move: at first 1024 tokens, each as long as all before it up to 8192, rounded up
 //! to whole groups and 32 tokens. A segment is one buffer of 32-bit little-endian words:
@@ -19,8 +19,8 @@
 //! | `token`, `rotated`, side codes by token | the same | 16 tokens: for each chunk 16 scales, and zeros if any |
 //! | values | a token: its rows | a token: for each chunk scale and zero |
 //!
-//! Rows are those of [`super::rows`], ranges halves or singles as the scheme says, both byte for byte what the pages hold. Dense tokens
-//! are singles, `[slots, kv_heads, head_dim]`: a slot for each sink, then a ring of R + G slots, or of a power of two that is all tokens'
+//! Rows are those of [`super::rows`], into which codes in lanes are put on the way; ranges are halves or singles as the scheme says.
+//! Dense tokens are singles, `[slots, kv_heads, head_dim]`: a slot for each sink, then a ring of R + G slots, or of a power of two that is all tokens'
 //! where nothing is coded.
 //!
 //! **A step** launches: new dense tokens into the rings; scores of each segment of base and of side codes, and of dense keys, into
@@ -55,7 +55,8 @@ const WHOLE_WORDS: usize = 32;
 
 /// Whether the kernels read what a scheme stores; everything else goes through tensors.
 pub(super) fn covers(scheme: &Scheme, shape: HeadShape) -> bool {
-    let keys = scheme.key.is_none_or(|key| key.base.quantizer != Quantizer::Grid);
+    // Neither fixed ranges nor coefficients of several widths.
+    let keys = scheme.key.is_none_or(|key| !matches!(key.base.quantizer, Quantizer::Grid | Quantizer::Klt));
     // Shorter rows of values do not begin at multiples of 16 bits.
     let values = scheme.value.is_none_or(|v| v.policy == Policy::Token && shape.head_dim.is_multiple_of(LANES));
     keys && values

@@ -94,6 +94,9 @@ struct Header {
     dense: String,
     shape: HeadShape,
     layers: Vec<Counts>,
+    /// SHA-256 of the calibrated numbers that say what key codes stand for.
+    #[serde(default)]
+    calibration: String,
     /// Of the names and bytes of all tensors, in the order of names.
     sha256: String,
 }
@@ -137,6 +140,17 @@ fn digest<'a>(tensors: impl Iterator<Item = (&'a str, &'a [u8])>) -> String {
     hash.finalize().iter().map(|b| format!("{b:02x}")).collect()
 }
 
+/// SHA-256 of what codecs know of keys from calibration or training.
+fn calibration<'a>(layers: impl Iterator<Item = &'a HeadqAttention>) -> String {
+    let mut hash = Sha256::new();
+    for layer in layers {
+        let constants = layer.key_constants();
+        hash.update((constants.len() as u64).to_le_bytes());
+        constants.iter().for_each(|x| hash.update(x.to_le_bytes()));
+    }
+    hash.finalize().iter().map(|b| format!("{b:02x}")).collect()
+}
+
 impl PackedCache {
     /// Writes the cache to a file, whole or not at all; an existing file is replaced. `model` is what [`PackedCache::load`] is to be
     /// given again: a model's fingerprint, say.
@@ -162,6 +176,7 @@ impl PackedCache {
             dense: self.dense.to_string(),
             shape: self.shape,
             layers,
+            calibration: calibration(self.layers.iter().map(|layer| layer.module())),
             sha256: digest(tensors.iter().map(|(name, saved)| (name.as_str(), saved.bytes.as_slice()))),
         };
         let fail = |reason: String| Error::CacheFile { file: path.display().to_string(), reason };
@@ -183,8 +198,8 @@ impl PackedCache {
     /// Reads a cache that [`PackedCache::save`] wrote, bit for bit as it was, for the codecs that it was made with.
     ///
     /// # Errors
-    /// [`Error::CacheFile`] where the file cannot be read, is damaged, or belongs to another model, scheme or shape: what was expected
-    /// and what was found.
+    /// [`Error::CacheFile`] where the file cannot be read, is damaged, or belongs to another model, scheme, shape, calibration or basis:
+    /// what was expected and what was found.
     pub fn load(path: &Path, model: &str, layers: Vec<HeadqAttention>, shape: HeadShape) -> Result<Self, Error> {
         let fail = |reason: String| Error::CacheFile { file: path.display().to_string(), reason };
         let bytes = std::fs::read(path).map_err(|e| fail(format!("cannot be read: {}", e.kind())))?;
@@ -203,6 +218,7 @@ impl PackedCache {
             ("model", header.model.clone(), model.to_string()),
             ("scheme", header.scheme.clone(), scheme),
             ("shape", format!("{:?}", header.shape), format!("{shape:?}")),
+            ("calibration", header.calibration.clone(), calibration(layers.iter())),
         ] {
             if found != expected {
                 return Err(fail(format!(

@@ -186,6 +186,9 @@ impl ScorePart<'_> {
         rest: &mut [f32; NQ],
     ) {
         let (codes, fields) = (self.layout.codes(), self.layout.fields());
+        if codes == 0 {
+            return;
+        }
         let (scale, zero) = self.ranges[2 * group * codes..2 * (group + 1) * codes].split_at(codes);
         let (zeros, biases) = (zero.as_chunks::<LANES>(), self.layout.biases().as_chunks::<LANES>());
         let scales = scale.as_chunks::<LANES>();

@@ -345,12 +345,22 @@ impl KeyCodes {
         }
     }
 
+    /// Coefficients of a head that have bits, to which queries are turned.
+    pub fn stored(&self, head: usize) -> usize {
+        match &self.layouts[head] {
+            Layout::Rows(_) => self.width,
+            Layout::Lanes { channels, .. } => channels.len(),
+        }
+    }
+
     /// Makes the forms of queries that the codes of a head are scored with.
     pub fn prepare(&self, head: usize, queries: &mut Queries) {
         let Layout::Lanes { lanes, channels } = &self.layouts[head] else { return };
         queries.stored.clear();
         queries.fields.clear();
-        for weights in queries.weights.chunks(self.width) {
+        // Queries may stop at the last channel that has bits.
+        let width = queries.weights.len() / queries.count;
+        for weights in queries.weights.chunks(width.max(1)) {
             queries.stored.extend(channels.iter().map(|c| weights[*c]));
             let field = |f: usize| weights[channels[lanes.code(f)]] * lanes.place(f);
             queries.fields.extend((0..lanes.fields()).map(field));

@@ -50,8 +50,8 @@ pub(super) struct PackedLayer {
     pub key_codes: Option<KeyCodes>,
     side: Option<Side>,
     pub value_codes: Option<ValueCodes>,
-    /// Rᵀ, where base codes are of rotated keys: `[head_dim, head_dim]`, applied to queries.
-    rotation: Option<Vec<f32>>,
+    /// What turns the queries of each KV head to what base codes are of, where that is not the keys: `[width, head_dim]` each.
+    turns: Option<Vec<Arc<[f32]>>>,
     /// μ of `center`: `[kv_heads, head_dim]`.
     offset: Option<Vec<f32>>,
     /// Attention mass of the tokens whose values are not coded yet, after the sinks, `[tokens, kv_heads]`; only under `a2`.
@@ -109,20 +109,22 @@ impl PackedLayer {
             let base = &key.base;
             let meta = base.meta.into();
             let channels = base.channels.unwrap_or(head_dim);
-            let bits = vec![vec![base.bits; head_dim]; kv_heads];
+            let bits = match module.base.as_ref().and_then(|b| b.coefficient_bits()) {
+                None => vec![vec![base.bits.ceil(); head_dim]; kv_heads],
+                Some(bits) => bits.to_vec(),
+            };
+            let fixed = module.base.as_ref().and_then(|b| b.fixed_ranges());
             let ranges = match base.quantizer {
-                Quantizer::Kivi => group_ranges(meta, &bits, base.flush.group),
                 Quantizer::Token => token_ranges(meta, kv_heads, head_dim, channels, true),
                 Quantizer::Rotated => token_ranges(meta, kv_heads, head_dim, channels, false),
-                Quantizer::Grid => {
-                    let fixed = module.base.as_ref().and_then(|b| b.fixed_ranges());
-                    let (scale, zero) = fixed.expect("a grid is made with its steps");
-                    Ranges::Fixed { scale, zero }
-                }
+                Quantizer::Kivi | Quantizer::Grid | Quantizer::Klt => match fixed {
+                    Some((scale, zero)) => Ranges::Fixed { scale, zero },
+                    None => group_ranges(meta, &bits, base.flush.group),
+                },
             };
             let levels = (base.quantizer == Quantizer::Rotated).then(|| {
                 let mut table = [0.0; 256];
-                for (to, from) in table.iter_mut().zip(&lloyd_max(base.bits).levels) {
+                for (to, from) in table.iter_mut().zip(&lloyd_max(base.bits.ceil()).levels) {
                     *to = *from as f32;
                 }
                 Arc::new(table)
@@ -153,11 +155,7 @@ impl PackedLayer {
             let channels = value.channels.unwrap_or(head_dim);
             ValueCodes::new(kv_heads, head_dim, channels, widths, value.meta.into())
         });
-        let rotated = scheme.key.is_some_and(|key| key.base.quantizer == Quantizer::Rotated);
-        let rotation = rotated.then(|| {
-            let matrix = kept_rotation(head_dim);
-            (0..head_dim * head_dim).map(|at| matrix[at % head_dim * head_dim + at / head_dim]).collect()
-        });
+        let turns = key_codes.as_ref().and_then(|codes| query_turns(&module, codes, shape));
         let offset = module.base.as_ref().and_then(|base| base.offset()).map(host);
         Self {
             keys: Stream::new(module.key_flush(), kind, kv_heads, head_dim),
@@ -165,7 +163,7 @@ impl PackedLayer {
             key_codes,
             side,
             value_codes,
-            rotation,
+            turns,
             offset,
             masses: Vec::new(),
             rewind,
@@ -437,7 +435,9 @@ impl PackedLayer {
         self.append_one(&k, &v, &mut Vec::new(), &device);
         let HeadShape { heads, kv_heads, head_dim: d, .. } = self.shape;
         let mut queries: Vec<f32> = q.iter().map(|q| q * site.scale as f32).collect();
-        let base = self.rotation.as_ref().map_or(0, |rotation| append_turned(&mut queries, heads, d, d, |_| rotation));
+        let base = self.turns.as_ref().map_or(0, |turns| {
+            append_turned(&mut queries, heads, d, d, |head| turns[head / (heads / kv_heads)].as_ref())
+        });
         let side = self.side.as_ref().map_or(0, |side| {
             let rank = side.codes.width();
             let basis = |head: usize| if side.by_query_head { head } else { head / (heads / kv_heads) };
@@ -525,7 +525,8 @@ impl PackedLayer {
             group.plain.clear();
             group.plain.extend(own.iter().map(|q| q * scale));
             if let Some(codes) = &self.key_codes {
-                group.base.turn(self.rotation.as_deref(), &group.plain, d, group.count);
+                let turn = self.turns.as_ref().map(|turns| turns[group.kv_head].as_ref());
+                group.base.turn(turn, &group.plain, d, group.count);
                 codes.prepare(group.kv_head, &mut group.base);
             }
             if let Some(side) = &self.side {
@@ -716,12 +717,13 @@ impl PackedLayer {
         };
         let coded = self.key_codes.as_ref().filter(|codes| codes.len() > 0).map(|codes| {
             let base = tensor(read(codes, kv_heads, 1.0), kv_heads, d).expect("some tokens");
-            let base = match &self.rotation {
+            let base = match &self.turns {
                 None => base,
-                Some(rotation) => {
-                    // Rotated codes stand for xR; xRRᵀ is x.
-                    let back = TensorData::new(rotation.clone(), [1, 1, d, d]);
-                    base.matmul(Tensor::<4>::from_data(back, device).expand([1, kv_heads, d, d]))
+                Some(turns) => {
+                    // Scores are (Tq)·y for all q, so that y stands for Tᵀy; coefficients that are not stored are 0.
+                    let mut back = vec![0.0; kv_heads * d * d];
+                    back.chunks_mut(d * d).zip(turns).for_each(|(back, turn)| back[..turn.len()].copy_from_slice(turn));
+                    base.matmul(Tensor::<4>::from_data(TensorData::new(back, [1, kv_heads, d, d]), device))
                 }
             };
             let side = self.side.as_ref().map(|side| {
@@ -791,6 +793,19 @@ fn combine<'a>(pieces: impl Iterator<Item = &'a [f32]> + Clone, q: usize, out: &
     }
     out.iter_mut().for_each(|x| *x /= sum);
     (max, sum)
+}
+
+/// The matrices of [`PackedLayer::turns`]; `None` where codes are of the keys themselves.
+fn query_turns(module: &HeadqAttention, codes: &KeyCodes, shape: HeadShape) -> Option<Vec<Arc<[f32]>>> {
+    let (d, base) = (shape.head_dim, module.base.as_ref()?);
+    if base.scheme().quantizer == Quantizer::Rotated {
+        let matrix = kept_rotation(d);
+        let turned: Arc<[f32]> = (0..d * d).map(|at| matrix[at % d * d + at / d]).collect();
+        return Some(vec![turned; shape.kv_heads]);
+    }
+    let all = host(base.query_side()?);
+    let of_head = |(head, rows): (usize, &[f32])| rows[..codes.stored(head) * d].into();
+    Some(all.chunks(d * d).enumerate().map(of_head).collect())
 }
 
 /// Appends Mx of each head's query, the first in `queries`, of `rows` numbers each; returns where they begin.

@@ -5,8 +5,10 @@
 use burn::tensor::{Device, Tensor, TensorData};
 use half::f16;
 use headq::gaussian::{lloyd_max, uniform_step};
-use headq::scheme::{Flush, Policy, Quantizer, Scheme, Scope, SideScales, ValueScheme};
-use headq::{AttentionSite, Basis, HeadqAttention, KeyStatistics, QuantizedCache};
+use headq::scheme::{BaseScheme, Flush, Policy, Quantizer, RangeSource, Scheme, Scope, SideScales, ValueScheme};
+use headq::transform::{HeadTransform, range_factor};
+use headq::{AttentionSite, Basis, HeadMoments, HeadqAttention, KeyStatistics, QuantizedCache};
+use nalgebra::DMatrix;
 
 /// Rows of one head: `[tokens][head_dim]`.
 pub type Head = Vec<Vec<f64>>;
@@ -40,6 +42,15 @@ pub const SCHEMES: &[&str] = &[
     "grid-3(g=8,r=0,c=4,center,range=0.9)",
     "grid-8(g=8,r=5,center)",
     "grid-2(g=8,r=5,center)+score-optimal(rank=4,bits=3)/token-2(c=8)",
+    "kivi-2(g=8,r=5,range=0.85,rounding=score-aware)",
+    "kivi-3(g=8,r=5,sinks=2,rounding=score-aware,lambda=0.1,center)+score-optimal(rank=4,bits=3)/a2-2(c=8)",
+    "grid-3(g=8,r=5,c=4,rounding=score-aware,center)",
+    "grid-2(g=1,r=1,rounding=score-aware,lambda=0.5)",
+    "klt-2(g=8,r=5)",
+    "klt-1.5(g=8,r=0,sinks=0,range=1.25,meta=f32)/token-2(c=8)",
+    "klt-4.5(g=8,r=5,sinks=1)+query-pca(rank=4,bits=4)",
+    "klt-3(g=8,r=5,ranges=static)",
+    "klt-1(g=1,r=3,sinks=0,range=0.9,ranges=static)+score-optimal(rank=4,bits=3,scope=query-head)",
     "rotated-1(g=8,r=5)",
     "rotated-2(g=8,r=5,c=4,center)",
     "rotated-4(g=1,r=3,sinks=2)",
@@ -75,19 +86,35 @@ pub fn normal(shape: [usize; 4], seed: u64, device: &Device) -> Tensor<4> {
     Tensor::from_data(TensorData::new(data, shape), device)
 }
 
-/// What numbers that share a range read back as: the range shrunk about its middle, f16 scale and zero, then the nearest level.
-pub fn levels(x: &[f64], bits: u32, range: f64) -> Vec<f64> {
+/// Scale and zero of numbers that share a range, which is shrunk about its middle; as f16 unless they are `wide`.
+fn scale_and_zero(x: &[f64], bits: u32, range: f64, wide: bool) -> (f64, f64) {
     let top = (1u32 << bits) - 1;
     let (low, high) = x.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(l, h), &v| (l.min(v), h.max(v)));
     let width = ((high as f32) - (low as f32)) * range as f32;
     let low = if range == 1.0 { low as f32 } else { ((high as f32) + (low as f32)) * 0.5 - width * 0.5 };
-    let zero = f16::from_f32(low).to_f64();
-    let scale = f16::from_f32(width / top as f32).to_f64();
-    let nearest = |v: f64| {
-        let level = |c: u32| zero + f64::from(c) * scale;
-        (0..=top).map(level).min_by(|a, b| (a - v).abs().total_cmp(&(b - v).abs())).unwrap()
-    };
-    x.iter().map(|&v| nearest(v)).collect()
+    let stored = |x: f32| if wide { f64::from(x) } else { f16::from_f32(x).to_f64() };
+    (stored(width / top as f32), stored(low))
+}
+
+/// Width of the equal cells that divide a shrunk range, and the middle of the lowest.
+fn cells(x: &[f64], bits: u32, range: f64, wide: bool) -> (f64, f64) {
+    let (low, high) = x.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(l, h), &v| (l.min(v), h.max(v)));
+    let width = (high - low) * range;
+    let cell = width / f64::from(1u32 << bits);
+    let stored = |x: f64| if wide { x } else { f16::from_f64(x).to_f64() };
+    (stored(cell), stored((low + high) / 2.0 - width / 2.0 + cell / 2.0))
+}
+
+/// The nearest of the levels zero + code · scale.
+fn nearest(v: f64, bits: u32, (scale, zero): (f64, f64)) -> f64 {
+    let level = |c: u32| zero + f64::from(c) * scale;
+    (0..1u32 << bits).map(level).min_by(|a, b| (a - v).abs().total_cmp(&(b - v).abs())).unwrap()
+}
+
+/// What numbers that share a range read back as: the range shrunk about its middle, f16 scale and zero, then the nearest level.
+pub fn levels(x: &[f64], bits: u32, range: f64) -> Vec<f64> {
+    let range = scale_and_zero(x, bits, range, false);
+    x.iter().map(|&v| nearest(v, bits, range)).collect()
 }
 
 /// Each column of a block shares a range.
@@ -108,7 +135,70 @@ pub fn key_statistics(kv_heads: usize, width: usize) -> KeyStatistics {
     let row = |scale: f32, shift: f32| -> Vec<f32> {
         (0..kv_heads * width).map(|i| ((i * 7919 % 31) as f32 / 31.0 - 0.5) * scale + shift).collect()
     };
-    KeyStatistics { kv_heads, head_dim: width, mean: row(2.0, 0.3), deviation: row(0.5, 1.0), rms: row(0.7, 1.2) }
+    // Second moments of vectors with no structure but that channels differ in size.
+    let second = |head: usize, salt: usize| {
+        let x = DMatrix::from_fn(2 * width, width, |i, j| {
+            let noise = ((i * width + j + 1) * (7919 + 2 * salt + 64 * head) % 1009) as f64 / 504.5 - 1.0;
+            noise * (1.0 + j as f64 / 4.0)
+        });
+        x.transpose() * &x / (2 * width) as f64
+    };
+    let moments = |head| HeadMoments { queries: second(head, 1), keys: second(head, 2) };
+    KeyStatistics {
+        kv_heads,
+        head_dim: width,
+        mean: row(2.0, 0.3),
+        deviation: row(0.5, 1.0),
+        rms: row(0.7, 1.2),
+        moments: (0..kv_heads).map(moments).collect(),
+    }
+}
+
+/// Coefficient by coefficient, each over the tokens of a block, and back.
+fn transform_and_code(rows: &[Vec<f64>], base: &BaseScheme, moments: &HeadMoments) -> Head {
+    let head = HeadTransform::fit(moments, base.bits);
+    let (d, wide) = (rows[0].len(), base.meta == headq::scheme::Meta::F32);
+    let y = |row: &[f64], i: usize| (0..d).map(|c| head.analysis[(c, i)] * row[c]).sum::<f64>();
+    let mut read = vec![vec![0.0; d]; rows.len()];
+    for (i, &bits) in head.bits.iter().enumerate().filter(|(_, bits)| **bits > 0) {
+        let column: Vec<f64> = rows.iter().map(|row| y(row, i)).collect();
+        let range = match base.ranges {
+            RangeSource::Group => {
+                let factor = f64::from((range_factor(bits) * base.range).min(1.0));
+                cells(&column, bits, factor, wide)
+            }
+            RangeSource::Static => {
+                let step = f64::from((uniform_step(bits) * head.spread[i].sqrt() * f64::from(base.range)) as f32);
+                (step, -0.5 * f64::from((1u32 << bits) - 1) * step)
+            }
+        };
+        for (row, y) in read.iter_mut().zip(column) {
+            let y = nearest(y, bits, range);
+            (0..d).for_each(|c| row[c] += head.synthesis[(c, i)] * y);
+        }
+    }
+    read
+}
+
+/// M of H = C_q + λ·mean(diag C_q)·I = M D Mᵀ, unit upper triangular: the Cholesky factor of H from the last channel to the first.
+pub fn upper_factor(c_q: &DMatrix<f64>, lambda: f64) -> DMatrix<f64> {
+    let n = c_q.nrows();
+    let h = c_q + DMatrix::identity(n, n) * (lambda * c_q.trace() / n as f64);
+    let l = DMatrix::from_fn(n, n, |i, j| h[(n - 1 - i, n - 1 - j)]).cholesky().unwrap().l();
+    DMatrix::from_fn(n, n, |i, j| l[(n - 1 - i, n - 1 - j)] / l[(n - 1 - j, n - 1 - j)])
+}
+
+/// Channel by channel of each token, errors passed on; `ranges` are scales and zeros of the channels.
+fn pass_on(rows: &[Vec<f64>], bits: u32, ranges: &[(f64, f64)], m: &DMatrix<f64>) -> Head {
+    let code = |row: &Vec<f64>| {
+        let mut read: Vec<f64> = Vec::new();
+        for (i, range) in ranges.iter().enumerate() {
+            let errors: f64 = read.iter().enumerate().map(|(j, read)| m[(j, i)] * (row[j] - read)).sum();
+            read.push(nearest(row[i] + errors, bits, *range));
+        }
+        read
+    };
+    rows.iter().map(code).collect()
 }
 
 /// One layer's codec, with the statistics above where the scheme needs them.
@@ -228,20 +318,30 @@ pub fn code_keys(scheme: &Scheme, keys: &Head, head: usize, w: Option<&Head>) ->
     let width = keys[0].len();
     for block in blocks(&key.base.flush, keys.len()) {
         let rows = &keys[block.clone()];
-        let base = match key.base.quantizer {
-            Quantizer::Kivi => per_channel(rows, key.base.bits, key.base.range.into()),
-            Quantizer::Token => {
-                per_token(rows, key.base.bits, key.base.channels.unwrap_or(width), key.base.range.into())
+        let (bits, range, c) = (key.base.bits.ceil(), f64::from(key.base.range), key.base.channels.unwrap_or(width));
+        let statistics = key_statistics(head + 1, width);
+        let moments = &statistics.moments[head];
+        let spread = if key.base.center { &statistics.deviation } else { &statistics.rms };
+        let spread = &spread[head * width..];
+        let factor = key.base.lambda().map(|lambda| upper_factor(&moments.queries, lambda));
+        let column = |i: usize| rows.iter().map(|row| row[i]).collect::<Vec<_>>();
+        let base = match (key.base.quantizer, factor) {
+            (Quantizer::Kivi, None) => per_channel(rows, bits, range),
+            (Quantizer::Kivi, Some(m)) => {
+                let ranges: Vec<_> = (0..width).map(|i| scale_and_zero(&column(i), bits, range, false)).collect();
+                pass_on(rows, bits, &ranges, &m)
             }
-            Quantizer::Grid => {
-                let statistics = key_statistics(head + 1, width);
-                let spread = if key.base.center { &statistics.deviation } else { &statistics.rms };
-                let (c, range) = (key.base.channels.unwrap_or(width), f64::from(key.base.range));
-                rows.iter().map(|row| on_grid(row, &spread[head * width..], key.base.bits, range, c)).collect()
+            (Quantizer::Token, _) => per_token(rows, bits, c, range),
+            (Quantizer::Grid, None) => rows.iter().map(|row| on_grid(row, spread, bits, range, c)).collect(),
+            (Quantizer::Grid, Some(m)) => {
+                // The lowest level is what a number far below reads as.
+                let lowest = on_grid(&vec![-1e9; width], spread, bits, range, c);
+                let step = |low: f64| -low / (f64::from(1u32 << (bits - 1)) - 0.5);
+                let ranges: Vec<_> = lowest.into_iter().map(|low| (step(low), low)).collect();
+                pass_on(rows, bits, &ranges, &m)
             }
-            Quantizer::Rotated => {
-                rows.iter().map(|row| rotate_and_code(row, key.base.bits, key.base.channels.unwrap_or(width))).collect()
-            }
+            (Quantizer::Rotated, _) => rows.iter().map(|row| rotate_and_code(row, bits, c)).collect(),
+            (Quantizer::Klt, _) => transform_and_code(rows, &key.base, moments),
         };
         let side = key.side.map(|side| {
             let z: Head = rows

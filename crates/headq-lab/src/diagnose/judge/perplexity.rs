@@ -143,7 +143,7 @@ fn one_more_bit(
     let wider = |r: &&PerplexityRow| {
         let key = r.key().filter(|k| k.side.is_none());
         r.role == Role::Control
-            && key.is_some_and(|k| k.base.quantizer == coded.quantizer && k.base.bits == coded.bits + 1)
+            && key.is_some_and(|k| k.base.quantizer == coded.quantizer && k.base.bits == coded.bits.one_more())
     };
     let wider = &rows.iter().find(wider)?.result;
     let removed = excess_removed(base.ppl, wider.ppl, dense.ppl)?;
