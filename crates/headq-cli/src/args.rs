@@ -226,7 +226,7 @@ pub struct Basis {
 ///             grid-B    static grid, steps from --stats for c channels; stores no scales
 ///             rotated-B Hadamard rotation, Lloyd-Max levels, one scale per token and c channels
 ///             klt-B     transform coding in the measure of scores, from --stats; B from 0.25 to 6 is
-///                       a mean, e.g. 1.5, and most coefficients have no bits; sinks=4, always centered
+///                       a mean, e.g. 1.5, and may be 0 for a coefficient; sinks=4, always centered
 ///             g=32     tokens coded together        r=32      newest tokens kept dense
 ///             sinks=0  first tokens kept dense      range=1   share of each range kept
 ///             c=       channels per scale (not kivi, klt; default the head width)

@@ -126,7 +126,7 @@ pub enum Quantizer {
     /// arXiv:2404.00456; TurboQuant, arXiv:2504.19874).
     Rotated,
     /// Transform coding in the coordinates in which squared error is expected squared score error, with more bits for coefficients that
-    /// matter more and none for most ([`crate::transform`]).
+    /// matter more and none for some ([`crate::transform`]).
     Klt,
 }
 

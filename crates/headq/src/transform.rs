@@ -2,8 +2,9 @@
 //!
 //! With C_q = `E[q qᵀ]` of the queries that read a head and C_k the covariance of its keys about their mean μ, V Λ Vᵀ = C_q^{½} C_k C_q^{½}.
 //! Coefficients y = Vᵀ C_q^{½} (k − μ) are uncorrelated with variances Λ, k̂ − μ = C_q^{−½} V ŷ, and ‖y − ŷ‖² = (k − k̂)ᵀ C_q (k − k̂).
-//! So bits go to coefficients as in any transform code (reverse water-filling; whole bits by largest marginal gain): most of them get
-//! none and are not stored. Attention-preserving transforms and bits by importance are also in arXiv:2608.04074 and arXiv:2605.06675.
+//! So bits go to coefficients as in any transform code (reverse water-filling; whole bits by largest marginal gain): those that
+//! matter too little get none and are not stored. Attention-preserving transforms and bits by importance are also in arXiv:2608.04074 and
+//! arXiv:2605.06675.
 //!
 //! C_q is taken relative to its mean eigenvalue, so that coefficients have the size of keys and their scales fit in halves, and its
 //! eigenvalues are floored at [`QUERY_FLOOR`] of the largest, because what queries did not read in calibration they may read later.
