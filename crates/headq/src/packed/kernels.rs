@@ -635,14 +635,17 @@ impl<E: Element> Weigh<'_, E> {
         let record = 2 * chunks * LANES;
         // Whole blocks, if tokens begin with one, then token by token.
         let whole = if first == 0 { tokens / LANES } else { 0 };
-        let p = split::<NQ>(p, TILE.min(p.len() / NQ));
+        let mut rows = [&p[..0]; NQ];
+        for q in 0..NQ {
+            rows[q] = &p[q * TILE..][..tokens];
+        }
         for (chunk, scaled) in to.scaled.chunks_exact_mut(NQ * TILE).enumerate() {
             let mut sums = [[m.splat(0.0); 2]; NQ];
             for (block, ranges) in ranges.chunks_exact(record).take(whole).enumerate() {
                 let scale = E::load(m, lane(ranges, 2 * chunk * LANES));
                 let zero = E::load(m, lane(ranges, (2 * chunk + 1) * LANES));
                 for q in 0..NQ {
-                    let p = m.load(lane(p[q], block * LANES));
+                    let p = m.load(lane(rows[q], block * LANES));
                     let product = m.mul(p, scale);
                     let at = q * TILE + block * LANES;
                     m.store(product, (&mut scaled[at..at + LANES]).try_into().expect("sixteen elements"));
@@ -653,9 +656,9 @@ impl<E: Element> Weigh<'_, E> {
                 let mut sums = [m.sum(sums[q][0]), m.sum(sums[q][1])];
                 for t in whole * LANES..tokens {
                     let at = (first + t) / LANES * record + 2 * chunk * LANES + (first + t) % LANES;
-                    let product = p[q][t] * ranges[at].wide();
+                    let product = rows[q][t] * ranges[at].wide();
                     scaled[q * TILE + t] = product;
-                    sums = [sums[0] + product, p[q][t].mul_add(ranges[at + LANES].wide(), sums[1])];
+                    sums = [sums[0] + product, rows[q][t].mul_add(ranges[at + LANES].wide(), sums[1])];
                 }
                 to.sums[chunk * NQ + q] = sums;
             }
@@ -1098,7 +1101,9 @@ mod tests {
             }
             let chunks = width / channels;
             let ranges = noise((first + tokens).div_ceil(LANES) * chunks * 2 * LANES, 2);
-            let (p, start) = (noise(count * TILE, 3), noise(count * width, 4));
+            // The tile's first tokens are others.
+            let (all_p, start) = (noise(count * TILE, 3), noise(count * width, 4));
+            let p = &all_p[first..];
             let range = |t: usize, c: usize, which: usize| {
                 let (block, lane) = ((first + t) / LANES, (first + t) % LANES);
                 ranges[((block * chunks + c / channels) * 2 + which) * LANES + lane]
@@ -1114,7 +1119,7 @@ mod tests {
             }
             same_everywhere(&format!("{bits} bits of {width}"), &start, &expected, |machine, out| {
                 let mut to = Weighed { scaled: vec![0.0; chunks * count * TILE], sums: vec![[0.0; 2]; chunks * count] };
-                machine.run(Weigh { ranges: &ranges[..], chunks, p: &p, first, tokens, count, to: &mut to });
+                machine.run(Weigh { ranges: &ranges[..], chunks, p, first, tokens, count, to: &mut to });
                 let per_chunk = channels / LANES;
                 let values =
                     CodedValues { codes: &packed, layout: &layout, per_chunk, scaled: &to.scaled, sums: &to.sums };
@@ -1124,7 +1129,7 @@ mod tests {
                 }
             });
             same_everywhere(&format!("dense, {width}"), &start, &expected, |machine, out| {
-                machine.run(DenseValues { values: &values[..], ahead: &[], p: &p, width, count, out });
+                machine.run(DenseValues { values: &values[..], ahead: &[], p, width, count, out });
             });
         }
     }

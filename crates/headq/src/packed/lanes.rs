@@ -69,7 +69,7 @@ impl Lanes {
     pub fn new(bits: &[u32]) -> Self {
         let total: u32 = bits.iter().sum();
         let mut widths = vec![WIDTHS[0]; (total / WIDTHS[0]) as usize];
-        widths.extend(WIDTHS[1..].iter().filter(|w| total % WIDTHS[0] & **w != 0));
+        widths.extend(WIDTHS[1..].iter().filter(|w| (total % WIDTHS[0]) & **w != 0));
         let mut of_code = vec![0..0; bits.len()];
         let (mut planes, mut fields, mut start) = (Vec::new(), Vec::<Field>::new(), 0);
         let (mut code, mut low) = (0, 0);
