@@ -7,7 +7,8 @@
 //!
 //! **What it covers** ([`covers`]): base quantizers `kivi`, `token` and `rotated` with 1 to 8 bits, side codes of either kind of scales
 //! and either scope, values `token` with 1 to 8 bits and heads of a multiple of 16 channels, keys or values that stay dense, sinks,
-//! `center`, GQA, sliding windows, prompts, truncation and saved caches. The rest (`grid`, `klt`, values of mixed widths) goes through tensors.
+//! `center`, GQA, sliding windows, prompts, truncation and saved caches. The rest (`grid`, `klt`, values of mixed widths) goes through
+//! tensors.
 //!
 //! **On the device.** Codes lie in segments that never move: at first 1024 tokens, each as long as all before it up to 8192, rounded up
 //! to whole groups and 32 tokens. A segment is one buffer of 32-bit little-endian words:
@@ -20,8 +21,8 @@
 //! | values | a token: its rows | a token: for each chunk scale and zero |
 //!
 //! Rows are those of [`super::rows`], into which codes in lanes are put on the way; ranges are halves or singles as the scheme says.
-//! Dense tokens are singles, `[slots, kv_heads, head_dim]`: a slot for each sink, then a ring of R + G slots, or of a power of two that is all tokens'
-//! where nothing is coded.
+//! Dense tokens are singles, `[slots, kv_heads, head_dim]`: a slot for each sink, then a ring of R + G slots, or of a power of two that
+//! is all tokens' where nothing is coded.
 //!
 //! **A step** launches: new dense tokens into the rings; scores of each segment of base and of side codes, and of dense keys, into
 //! `[heads, tokens]`; softmax of each row; Σp·v of every 64 coded and dense values; their sum. All arithmetic is f32.
