@@ -74,6 +74,7 @@ pub enum Command {
     Compare(Compare),
     Diagnose(Diagnose),
     Finetune(Finetune),
+    Search(Search),
     Generate(Generate),
     Bench(Bench),
     Report(Report),
@@ -176,11 +177,65 @@ pub struct Calibrate {
     pub model: PathBuf,
     #[command(flatten)]
     pub text: TextArgs,
-    /// Base quantizer whose residuals are taken.
+    /// Base quantizer whose residuals are taken, and whose groups, window and sinks say what is read from codes.
     #[arg(long, value_name = "BASE", default_value = "kivi-2(g=32)")]
     pub base: String,
+    /// Also take gradients of the model's log-likelihood, for klt with metric=fisher and for values; about four times the work.
+    #[arg(long)]
+    pub gradients: bool,
     /// Statistics artifact to write.
     #[arg(long, value_name = "STATS")]
+    pub out: PathBuf,
+}
+
+/// Find the bits of every layer and head under a budget, and write them as a scheme file.
+///
+/// Keys, or keys and values, of the whole model share --bits per element, scales and zeros counted. They
+/// are first given by what statistics with gradients say that errors cost, and then corrected by the
+/// KL of next-token distributions to the dense model on windows of text: what errors of values cost
+/// beside those of keys, what errors of each layer cost beside others, and values coded per token.
+/// The result is a file that every command takes where it takes a scheme.
+///
+/// Started again with the same arguments after an interruption, it goes on where it stopped.
+///
+/// Example:
+///
+///   headq calibrate checkpoints/headq-embedded \
+///     --text checkpoints/headq-embedded/calibration.txt --context 256 --windows 8 \
+///     --base 'klt-2(g=32,r=32)' --gradients --out stats.safetensors
+///   headq search checkpoints/headq-embedded --stats stats.safetensors \
+///     --text checkpoints/headq-embedded/calibration.txt --context 256 --skip 8 --windows 2 \
+///     --bits 2.25 --group 32 --residual 32 --out scheme.json
+#[derive(Debug, Args)]
+#[command(verbatim_doc_comment)]
+pub struct Search {
+    /// Model folder, .gguf or .onnx file, or hf:ORG/NAME[@REV][:FILE].
+    pub model: PathBuf,
+    #[command(flatten)]
+    pub text: TextArgs,
+    /// Windows of each text that are passed over, which the statistics may be of.
+    #[arg(long, value_name = "W", default_value_t = 0)]
+    pub skip: usize,
+    /// Statistics artifact, from `headq calibrate --gradients`.
+    #[arg(long, value_name = "STATS")]
+    pub stats: PathBuf,
+    /// Mean code bits per coded element, scales and zeros counted.
+    #[arg(long, value_name = "B")]
+    pub bits: f64,
+    /// Code keys alone.
+    #[arg(long)]
+    pub keys_only: bool,
+    /// G: tokens coded together.
+    #[arg(long, value_name = "G", default_value = "128")]
+    pub group: std::num::NonZeroUsize,
+    /// R: newest tokens that stay dense.
+    #[arg(long, value_name = "R", default_value_t = 128)]
+    pub residual: usize,
+    /// First tokens that stay dense.
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    pub sinks: usize,
+    /// Scheme file to write; its name ends in .json.
+    #[arg(long, value_name = "SCHEME.json")]
     pub out: PathBuf,
 }
 
@@ -233,6 +288,11 @@ pub struct Basis {
 ///             rounding=score-aware      (kivi, grid) errors of a channel are passed on to the next ones
 ///                      as queries (from --stats) weigh them, lambda=0.01 of their mean added to each
 ///             ranges=static             (klt) grids from --stats; stores no scales
+///             ranges=lloyd              (klt) levels fitted to --stats for up to 3 bits, which store no
+///                      scales, and min/max for more
+///             metric=fisher             (klt) measures in nats, by gradients: calibrate --gradients
+///             pool=model                (klt) B is the mean over all layers and heads, scales counted,
+///                      up to 8; bits go where errors cost most
 ///             center   subtract each head's mean key (from --stats), which attention cannot see
 ///             meta=f16 width of scales and zeros, or f32
 ///   side    query-pca query-pca-centered residual-pca random score-optimal learned
@@ -242,7 +302,10 @@ pub struct Basis {
 ///             scope=kv-head|query-head              what has a basis of its own
 ///   values  dense | token-B, or B mean bits from 2 to 7 with one bit more for half of each group:
 ///             a2-B the most attended, mse-B the largest errors, random-B, recency-B the newest
-///             with c g r sinks range meta; g r sinks default to the keys'
+///             klt-B    transform coding as of keys, with metric=fisher
+///             with c g r sinks range meta (klt: ranges pool); g r sinks default to the keys'
+///
+/// A scheme may also be the name of a scheme file, from `headq search`.
 ///
 /// Example:
 ///

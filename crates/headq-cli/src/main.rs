@@ -33,6 +33,7 @@ fn main() -> ExitCode {
         Command::Compare(args) => commands::compare::run(&context, args),
         Command::Diagnose(args) => commands::diagnose::run(&context, args),
         Command::Finetune(args) => commands::finetune::run(&context, args),
+        Command::Search(args) => commands::search::run(&context, args),
         Command::Generate(args) => commands::generate::run(&context, args),
         Command::Bench(args) => commands::bench::run(&context, args),
         Command::Report(args) => commands::report::run(&context, args),

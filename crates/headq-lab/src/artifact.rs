@@ -6,6 +6,8 @@
 //! |---|---|---|---|
 //! | `statistics` | `q.count`, `q.sum`, `q.outer` | `[layers, heads]`, `[layers, heads, head_dim]`, `[layers, heads, head_dim, head_dim]` | i64, f64, f64 |
 //! | | `k.…`, `e.…`, `v.…` | the same with `kv_heads` | |
+//! | | `k_gradient.…`, `v_gradient.…`, where gradients were taken | as `k.…` | |
+//! | | `k.sample`, `v.sample`, keys and values of some tokens, in runs of 128 | `[layers, kv_heads, tokens, head_dim]` | f16 |
 //! | `basis` | `decoder` (U) | `[layers, side_heads, head_dim, rank]` | f32 |
 //! | | `encoder` (W), where W differs from U: `score-optimal`, `learned` unless tied | as `decoder` | f32 |
 //! | | `base_clip`, of `learned` with learned clip factors of the base quantizer | `[layers, kv_heads]` | f32 |
@@ -42,7 +44,8 @@ use burn_store::{ModuleSnapshot, SafetensorsStore};
 use headq::basis::{Basis, TrainedSide};
 use headq::quant::clip_width;
 use headq::scheme::{BaseScheme, Family, Scope, SideScales};
-use headq::stats::{LayerStats, Moments};
+use half::f16;
+use headq::stats::{GradientMoments, LayerStats, Moments, Sample};
 use headq_models::Fingerprint;
 use nalgebra::{DMatrix, DVector};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
@@ -176,6 +179,8 @@ pub enum Output {
     Report,
     /// The JSON of a benchmark.
     Benchmark,
+    /// A scheme file.
+    Scheme,
     /// A drawing.
     Plot,
 }
@@ -187,11 +192,16 @@ impl Output {
         let kind = match self {
             Output::Statistics => "statistics",
             Output::Basis => "basis",
-            Output::Report | Output::Benchmark => {
+            Output::Report | Output::Benchmark | Output::Scheme => {
                 let report: Option<serde_json::Value> = serde_json::from_slice(&bytes).ok();
                 return report.is_some_and(|r| {
                     let own = r["program"].as_str().is_some_and(|p| p.starts_with("headq "));
-                    own && r["bandwidth"].is_array() == (self == Output::Benchmark)
+                    let made = match () {
+                        () if r["bandwidth"].is_array() => Output::Benchmark,
+                        () if r["kind"] == "scheme" => Output::Scheme,
+                        () => Output::Report,
+                    };
+                    own && made == self
                 });
             }
             Output::Plot => return bytes.starts_with(b"<svg ") && bytes.windows(10).any(|w| w == b"--series-0"),
@@ -393,6 +403,23 @@ impl<'a> File<'a> {
         Ok(values)
     }
 
+    /// Rows of each layer and head, as many tokens as there are.
+    fn halves(&self, name: &str, model: &Fingerprint) -> Result<Vec<Vec<Vec<f16>>>, LabError> {
+        let tensor =
+            self.tensors.tensor(name).map_err(|_| artifact_error(self.path, format!("tensor '{name}' is missing")))?;
+        let tokens = tensor.shape().get(2).copied().unwrap_or(0);
+        let shape = [model.layers, model.kv_heads, tokens, model.head_dim];
+        let bytes = self.bytes(name, Dtype::F16, &shape)?;
+        let all: Vec<f16> = bytes.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]])).collect();
+        self.finite(name, all.iter().all(|v| v.is_finite()))?;
+        let head = tokens * model.head_dim;
+        if head == 0 {
+            return Ok(vec![vec![Vec::new(); model.kv_heads]; model.layers]);
+        }
+        let heads: Vec<Vec<f16>> = all.chunks(head).map(<[f16]>::to_vec).collect();
+        Ok(heads.chunks(model.kv_heads).map(<[Vec<f16>]>::to_vec).collect())
+    }
+
     fn counts(&self, name: &str, shape: &[usize]) -> Result<Vec<u64>, LabError> {
         Ok(self.bytes(name, Dtype::I64, shape)?.chunks_exact(8).map(eight).collect())
     }
@@ -444,7 +471,7 @@ impl StatsArtifact {
     /// If the file cannot be written.
     pub fn save(&self, path: &Path) -> Result<(), LabError> {
         let mut tensors = Vec::new();
-        let kinds = self.layers.first().map_or(Vec::new(), |l| l.parts().map(|(name, m)| (name, m.len())).to_vec());
+        let kinds = self.layers.first().map_or(Vec::new(), |l| l.parts().iter().map(|(name, m)| (*name, m.len())).collect());
         for (kind, (name, per_layer)) in kinds.into_iter().enumerate() {
             let heads: Vec<&Moments> = self.layers.iter().flat_map(|l| l.parts()[kind].1).collect();
             let (layers, d) = (self.layers.len(), heads[0].sum.len());
@@ -455,6 +482,15 @@ impl StatsArtifact {
             tensors.push((format!("{name}.count"), Dtype::I64, vec![layers, per_layer], counts));
             tensors.push((format!("{name}.sum"), Dtype::F64, vec![layers, per_layer, d], sums));
             tensors.push((format!("{name}.outer"), Dtype::F64, vec![layers, per_layer, d, d], outers));
+        }
+        let d = self.header.model.head_dim;
+        type Pick = fn(&Sample) -> &Vec<Vec<f16>>;
+        for (name, pick) in [("k.sample", (|s| &s.k) as Pick), ("v.sample", |s| &s.v)] {
+            let layers: Vec<_> = self.layers.iter().filter_map(|l| l.sample.as_ref().map(pick)).collect();
+            let heads = || layers.iter().flat_map(|layer| layer.iter());
+            let Some(tokens) = heads().next().map(|rows| rows.len() / d).filter(|n| *n > 0) else { continue };
+            let bytes = heads().flat_map(|rows| rows.iter().flat_map(|v| v.to_le_bytes())).collect();
+            tensors.push((name.into(), Dtype::F16, vec![layers.len(), layers[0].len(), tokens, d], bytes));
         }
         Tensors(tensors).write(path, &self.header)
     }
@@ -483,8 +519,26 @@ impl StatsArtifact {
         };
         let (q, k) = (moments("q", model.heads)?, moments("k", model.kv_heads)?);
         let (e, v) = (moments("e", model.kv_heads)?, moments("v", model.kv_heads)?);
-        let layers =
-            q.into_iter().zip(k).zip(e.into_iter().zip(v)).map(|((q, k), (e, v))| LayerStats { q, k, e, v }).collect();
+        let has = |name: &str| file.tensors.names().contains(&name);
+        let mut gradients = match has("k_gradient.count") {
+            true => {
+                let (k, v) = (moments("k_gradient", model.kv_heads)?, moments("v_gradient", model.kv_heads)?);
+                k.into_iter().zip(v).map(|(k, v)| Some(GradientMoments { k, v })).collect()
+            }
+            false => vec![None; layers],
+        };
+        let mut samples = match has("k.sample") {
+            true => {
+                let (k, v) = (file.halves("k.sample", model)?, file.halves("v.sample", model)?);
+                k.into_iter().zip(v).map(|(k, v)| Some(Sample { k, v })).collect()
+            }
+            false => vec![None; layers],
+        };
+        let layer = |(i, ((q, k), (e, v)))| {
+            let _: usize = i;
+            LayerStats { q, k, e, v, gradients: gradients[i].take(), sample: samples[i].take() }
+        };
+        let layers = q.into_iter().zip(k).zip(e.into_iter().zip(v)).enumerate().map(layer).collect();
         Ok(Self { header: file.header, layers })
     }
 }

@@ -1,9 +1,10 @@
-//! Calibration: one dense pass over text, from which bases of any family and rank are derived.
+//! Calibration: one dense pass over text, from which bases of any family and rank are derived, and for transforms in nats one pass back.
 
 use burn::tensor::Tensor;
 use headq::quant::BaseQuantizer;
-use headq::scheme::BaseScheme;
-use headq::stats::LayerStats;
+use headq::scheme::{BaseScheme, KeyScheme};
+use headq::stats::{LayerStats, SAMPLE_RUN, Sample};
+use half::f16;
 use headq::{Attention, AttentionSite, KeyStatistics, QuantizedCache, Scheme};
 use headq_models::{Fingerprint, LanguageModel};
 
@@ -18,16 +19,57 @@ struct Capture {
     /// By layer; empty where no residuals are wanted.
     quantizers: Vec<BaseQuantizer>,
     layers: Vec<LayerStats>,
+    keep: Keep,
+}
+
+/// What is kept of a window beside sums over all of it.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Keep {
+    /// First tokens, which are never coded: keys and values leave them out.
+    sinks: usize,
+    /// Runs of consecutive tokens that are kept as they are.
+    runs: usize,
+}
+
+impl Keep {
+    /// Sums alone, of tokens after the sinks.
+    pub fn after(sinks: usize) -> Self {
+        Self { sinks, runs: 0 }
+    }
+}
+
+/// Tokens of each head that a sample holds, where the texts have as many.
+const SAMPLE_TOKENS: usize = 1024;
+
+/// Where the runs of a sample begin in a window: spread evenly.
+fn runs(keep: Keep, tokens: usize) -> impl Iterator<Item = usize> {
+    let room = tokens.saturating_sub(keep.sinks);
+    let runs = keep.runs.min(room / SAMPLE_RUN);
+    (0..runs).map(move |i| keep.sinks + room * i / runs)
 }
 
 impl Capture {
-    fn new(model: &LanguageModel, quantizers: &[BaseQuantizer]) -> Self {
+    fn new(model: &LanguageModel, quantizers: &[BaseQuantizer], keep: Keep) -> Self {
         let c = model.config();
         Self {
             dense: QuantizedCache::teacher_forced(Scheme::DENSE, None, c.num_layers, &model.device()),
             quantizers: quantizers.to_vec(),
             layers: vec![LayerStats::new(c.num_heads, c.num_kv_heads, c.head_dim); c.num_layers],
+            keep,
         }
+    }
+
+    /// Runs of a window's rows, by head.
+    fn sample(&self, x: &Tensor<4>) -> Vec<Vec<f16>> {
+        let [_, heads, tokens, _] = x.dims();
+        let mut by_head = vec![Vec::new(); heads];
+        for start in runs(self.keep, tokens) {
+            let run = host(x.clone().narrow(2, start, SAMPLE_RUN));
+            for (to, rows) in by_head.iter_mut().zip(run.chunks(run.len() / heads)) {
+                to.extend(rows.iter().map(|v| f16::from_f32(*v)));
+            }
+        }
+        by_head
     }
 
     /// e = k − B_b(k) over the whole groups after the sinks.
@@ -50,7 +92,14 @@ fn host(x: Tensor<4>) -> Vec<f32> {
 impl Attention for Capture {
     fn attend(&mut self, site: &AttentionSite, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Tensor<4> {
         let residual = self.residual(site.layer, &k);
-        self.layers[site.layer].add(&host(q.clone()), &host(k.clone()), &residual, &host(v.clone()));
+        if self.keep.runs > 0 {
+            let sample = Sample { k: self.sample(&k), v: self.sample(&v) };
+            self.layers[site.layer].sample = Some(sample);
+        }
+        let tokens = k.dims()[2];
+        let sinks = self.keep.sinks.min(tokens - 1);
+        let coded = |x: &Tensor<4>| host(x.clone().narrow(2, sinks, tokens - sinks));
+        self.layers[site.layer].add(&host(q.clone()), &coded(&k), &residual, &coded(&v));
         self.dense.attend(site, q, k, v)
     }
 }
@@ -77,7 +126,8 @@ pub fn check_base(base: &BaseScheme, context: usize, head_dim: usize) -> Result<
 /// Streams windows through the model and accumulates statistics in f64.
 ///
 /// Each window's sums are made apart and added in window order, so that the result does not depend on `threads`. A static base
-/// quantizer takes two passes: its scales come from the first.
+/// quantizer takes two passes: its scales come from the first. With a seed for `gradients`, a pass forth and back follows
+/// ([`crate::gradients`]), which keys and values are read from codes in as `base` says.
 ///
 /// # Errors
 /// If windows are shorter than one group of the base quantizer, a pass gives numbers that are not finite, or on interruption.
@@ -87,23 +137,39 @@ pub fn calibrate(
     texts: &[Windows],
     add_bos: bool,
     base: BaseScheme,
+    gradients: Option<u64>,
     threads: usize,
     observer: &dyn Observer,
 ) -> Result<StatsArtifact, LabError> {
     let windows: Vec<&[u32]> = texts.iter().flat_map(|t| t.windows.iter().map(Vec::as_slice)).collect();
     let context = windows.first().map_or(0, |w| w.len());
     check_base(&base, context, model.config().head_dim)?;
-    let pass =
-        |what: &str, quantizers: &[BaseQuantizer]| accumulate(what, model, &windows, quantizers, threads, observer);
+    let sinks = base.flush.sinks;
+    let with = |what: &str, quantizers: &[BaseQuantizer], runs: usize| {
+        accumulate(what, model, &windows, quantizers, Keep { sinks, runs }, threads, observer)
+    };
+    let gradients = match gradients {
+        None => None,
+        Some(seed) => Some(crate::gradients::accumulate(model, &windows, base.flush, seed, threads, observer)?),
+    };
+    let with_gradients = |mut layers: Vec<LayerStats>| {
+        for (layer, found) in layers.iter_mut().zip(gradients.iter().flatten()) {
+            layer.gradients = Some(found.clone());
+        }
+        layers
+    };
+    // Of long texts the first windows give what there is room for; there is always one run of each.
+    let runs = (SAMPLE_TOKENS / SAMPLE_RUN).div_ceil(windows.len().max(1));
     let layers = 0..model.config().num_layers;
     let quantizers: Vec<BaseQuantizer> = match base.is_static() {
         false => layers.map(|_| BaseQuantizer::new(base)).collect(),
         true => {
-            let keys = KeyStatistics::of(&pass(&format!("keys of {base}"), &[])?)?;
+            let keys = KeyStatistics::of(&with_gradients(with(&format!("keys of {base}"), &[], runs)?))?;
+            keys.check(&Scheme { key: Some(KeyScheme { base, side: None }), value: None })?;
             layers.map(|layer| BaseQuantizer::calibrated(base, &keys, layer, &model.device())).collect()
         }
     };
-    let layers = pass(&format!("calibrating {base}"), &quantizers)?;
+    let layers = with_gradients(with(&format!("calibrating {base}"), &quantizers, runs)?);
     let header = Header {
         schema: SCHEMA,
         kind: "statistics".into(),
@@ -126,6 +192,7 @@ pub(crate) fn accumulate(
     model: &LanguageModel,
     windows: &[&[u32]],
     quantizers: &[BaseQuantizer],
+    keep: Keep,
     threads: usize,
     observer: &dyn Observer,
 ) -> Result<Vec<LayerStats>, LabError> {
@@ -137,7 +204,9 @@ pub(crate) fn accumulate(
         observer,
         || model.clone(),
         |model, i| {
-            let mut capture = Capture::new(model, quantizers);
+            // Beyond what a sample has room for, windows are only summed up.
+            let runs = if i * keep.runs * SAMPLE_RUN < SAMPLE_TOKENS { keep.runs } else { 0 };
+            let mut capture = Capture::new(model, quantizers, Keep { runs, ..keep });
             let ids = model.ids(windows[i], 1, 0)?;
             // The last layer's attention has been captured when the pass ends; its hidden states are not needed.
             let _ = model.hidden(ids, 0, &mut capture);

@@ -18,7 +18,7 @@ use crate::artifact::{BasisArtifact, StatsArtifact};
 use crate::generate::{Cache, Steps};
 use crate::text::{TextInfo, Windows};
 use crate::workers::{Cores, map_in_order};
-use crate::{LabError, Observer, PROGRAM};
+use crate::{LabError, Observer, PROGRAM, scheme_file};
 
 /// A scheme with the basis that it needs.
 #[derive(Debug, Clone)]
@@ -104,16 +104,17 @@ impl Sources {
     /// If the scheme is malformed, does not fit, or no given artifact agrees with its family, rank, scope and (where residuals
     /// matter) base quantizer.
     pub fn plan(&self, asked: &str, config: &ModelConfig, seed: u64) -> Result<PlannedScheme, LabError> {
-        let scheme: Scheme = asked.parse()?;
+        let scheme = scheme_file::resolve(asked)?;
         scheme.check(config.head_dim)?;
+        // What needs statistics has some, and they are of the model in use.
+        if let Some((_, stats)) = self.stats.first() {
+            scheme_file::check_model(asked, &stats.header.model)?;
+        }
         let basis = match (scheme.key, scheme.side()) {
             (Some(key), Some(side)) => Some(self.basis(&scheme, &key.base, side, config, seed)?),
             _ => None,
         };
-        let keys = match scheme.key.filter(|key| key.base.is_static()) {
-            None => None,
-            Some(_) => Some(self.key_statistics(&scheme)?),
-        };
+        let keys = if scheme.needs_statistics() { Some(self.key_statistics(&scheme)?) } else { None };
         Ok(PlannedScheme { asked: asked.trim().to_string(), scheme, basis, keys })
     }
 
@@ -124,15 +125,20 @@ impl Sources {
             let made: Option<BaseScheme> = artifact.header.base.parse().ok();
             scheme.key.zip(made).is_some_and(|(key, made)| made.same_residuals(&key.base))
         };
-        let Some((path, artifact)) = self.stats.iter().find(|(_, a)| own(a)).or(self.stats.first()) else {
+        // Of those with gradients, where they are needed.
+        let fits = |a: &StatsArtifact| !scheme.needs_gradients() || a.layers.iter().all(|l| l.gradients.is_some());
+        let all = || self.stats.iter();
+        let found = all().find(|(_, a)| own(a) && fits(a)).or(all().find(|(_, a)| fits(a))).or(self.stats.first());
+        let Some((path, artifact)) = found else {
             let base = scheme.key.map_or(String::new(), |key| format!(" --base '{}'", key.base));
+            let gradients = if scheme.needs_gradients() { " --gradients" } else { "" };
             return Err(LabError::Usage(format!(
-                "scheme '{scheme}' needs statistics of keys and queries: run `headq calibrate MODEL --text FILE{base} --out STATS` \
-                 and give --stats STATS"
+                "scheme '{scheme}' needs statistics of keys and queries: run `headq calibrate MODEL --text FILE{base}{gradients} \
+                 --out STATS` and give --stats STATS"
             )));
         };
-        KeyStatistics::of(&artifact.layers)
-            .map_err(|e| LabError::Artifact { path: path.clone(), reason: e.to_string() })
+        let found = KeyStatistics::of(&artifact.layers).and_then(|keys| keys.check(scheme).map(|()| keys));
+        found.map_err(|e| LabError::Artifact { path: path.clone(), reason: e.to_string() })
     }
 
     /// Plans several schemes; a basis artifact that none of them can use is an error.

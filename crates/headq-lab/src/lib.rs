@@ -9,11 +9,14 @@ mod error;
 pub mod evaluate;
 pub mod finetune;
 pub mod generate;
+mod gradients;
 pub mod hub;
 pub mod memory;
 mod observe;
 pub mod report;
 pub mod run;
+pub mod scheme_file;
+pub mod search;
 pub mod text;
 pub mod workers;
 

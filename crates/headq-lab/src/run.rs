@@ -556,9 +556,13 @@ fn bases_to_calibrate(schemes: &[Scheme]) -> Vec<BaseScheme> {
             bases.push(base);
         }
     }
-    let any = schemes.iter().filter_map(|s| s.key).find(|key| key.side.is_some() || key.base.is_static());
+    let needs = |s: &&Scheme| s.side().is_some() || s.needs_statistics();
+    let any = schemes.iter().find(needs).and_then(|s| {
+        let transformed = s.value.and_then(|value| value.transformed(s.key.as_ref()));
+        s.key.map(|key| key.base).or(transformed)
+    });
     match (bases.is_empty(), any) {
-        (true, Some(key)) => vec![key.base],
+        (true, Some(base)) => vec![base],
         _ => bases,
     }
 }
@@ -819,9 +823,9 @@ fn planned_calibrations(
     schemes: &[Scheme],
     given: &Sources,
     loaded: &LoadedModel,
-) -> Result<Vec<BaseScheme>, LabError> {
+) -> Result<Calibrations, LabError> {
     let covered = |s: &Scheme| given.plan(&s.to_string(), loaded.config(), config.seed).is_ok();
-    let calibrated = |s: &Scheme| s.key.is_some_and(|key| key.side.is_some() || key.base.is_static());
+    let calibrated = |s: &Scheme| s.side().is_some() || s.needs_statistics();
     let open: Vec<Scheme> = schemes.iter().copied().filter(|s| calibrated(s) && !covered(s)).collect();
     if let Some(scheme) = open.iter().find(|s| is_learned(s)).filter(|_| config.finetune.is_none()) {
         return Err(LabError::Usage(format!(
@@ -839,14 +843,22 @@ fn planned_calibrations(
         (Some(c), Some(_)) => bases.iter().try_for_each(|b| check_base(b, c.context, loaded.config().head_dim))?,
         _ => {}
     }
-    Ok(bases)
+    Ok(Calibrations { bases, gradients: open.iter().any(Scheme::needs_gradients) })
+}
+
+/// What is to be calibrated.
+pub(crate) struct Calibrations {
+    /// Base quantizers whose residuals are taken.
+    pub bases: Vec<BaseScheme>,
+    /// Whether gradients are taken as well.
+    pub gradients: bool,
 }
 
 /// Statistics of each base quantizer, from the folder or newly made.
 #[allow(clippy::too_many_arguments)]
 pub(crate) fn calibrated(
     config: &RunConfig,
-    bases: Vec<BaseScheme>,
+    wanted: Calibrations,
     mut sources: Sources,
     loaded: &LoadedModel,
     texts: &[Windows],
@@ -854,10 +866,12 @@ pub(crate) fn calibrated(
     options: &RunOptions,
     observer: &dyn Observer,
 ) -> Result<Sources, LabError> {
-    for base in bases {
-        let path = folder.0.join(format!("stats-{}.safetensors", slug(&base.to_string())));
+    for base in wanted.bases {
+        let with = if wanted.gradients { "-gradients" } else { "" };
+        let path = folder.0.join(format!("stats-{}{with}.safetensors", slug(&base.to_string())));
+        let seed = wanted.gradients.then_some(config.seed);
         let artifact = kept_statistics(&path, loaded, || {
-            calibrate(&loaded.model, &loaded.fingerprint, texts, config.add_bos, base, options.threads, observer)
+            calibrate(&loaded.model, &loaded.fingerprint, texts, config.add_bos, base, seed, options.threads, observer)
         })?;
         sources.stats.push((path, artifact));
     }

@@ -87,7 +87,7 @@ fn finetune(
     let scheme: Scheme = scheme.parse()?;
     let base: BaseScheme = scheme.key.expect("keys are coded").base;
     let (train, held_out, calibration) = (windows(train, 1), windows(2, 1), windows(4, 3));
-    let stats = calibrate(&loaded.model, &loaded.fingerprint, &calibration, false, base, 1, &Silent)?;
+    let stats = calibrate(&loaded.model, &loaded.fingerprint, &calibration, false, base, None, 1, &Silent)?;
     let request = Request {
         model: &loaded.model,
         fingerprint: &loaded.fingerprint,

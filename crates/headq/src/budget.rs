@@ -8,7 +8,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::quant::{Axis, BaseQuantizer, value_stored_bits};
-use crate::scheme::{Flush, KeyScheme, Quantizer, RangeSource, Scheme, Scope};
+use crate::scheme::{BaseScheme, Flush, KeyScheme, Pool, Quantizer, RangeSource, Scheme, Scope, ValueScheme};
 use crate::stats::KeyStatistics;
 use crate::transform;
 
@@ -48,9 +48,23 @@ pub struct Budget {
     pub bytes_per_token: f64,
 }
 
-/// Whether what a scheme stores depends on calibration: `klt` keeps scales of those coefficients alone that have bits.
+/// Whether what a scheme stores depends on calibration: `klt` keeps scales of some coefficients alone, and may leave bits that no
+/// coefficient can be given.
 pub fn depends_on_calibration(scheme: &Scheme) -> bool {
-    scheme.key.is_some_and(|k| k.base.quantizer == Quantizer::Klt && k.base.ranges == RangeSource::Group)
+    let depends = |base: &BaseScheme| {
+        base.quantizer == Quantizer::Klt && (base.ranges != RangeSource::Static || base.pool != Pool::Head)
+    };
+    let value = scheme.value.and_then(|v| v.transformed(scheme.key.as_ref()));
+    scheme.key.is_some_and(|k| depends(&k.base)) || value.is_some_and(|base| depends(&base))
+}
+
+/// Code bits per coded value element, likewise.
+fn value_code_bits(scheme: &Scheme, value: &ValueScheme, keys: Option<&KeyStatistics>, shape: &HeadShape) -> f64 {
+    match (value.transformed(scheme.key.as_ref()), keys.and_then(|keys| keys.values.as_ref())) {
+        (None, _) => value_stored_bits(value, shape.head_dim),
+        (Some(base), None) => transform::most_code_bits(&base, shape.head_dim),
+        (Some(base), Some(values)) => transform::code_bits(&base, values),
+    }
 }
 
 /// Code bits per coded key element; where they depend on calibration and `keys` is `None`, the most that they can be.
@@ -91,7 +105,7 @@ impl Budget {
     /// The same with the statistics that the scheme is used with.
     pub fn calibrated(scheme: &Scheme, keys: Option<&KeyStatistics>, shape: &HeadShape, context: usize) -> Self {
         let key_bits = scheme.key.as_ref().map_or(DENSE_BITS, |k| key_code_bits(k, keys, shape));
-        let value_bits = scheme.value.as_ref().map_or(DENSE_BITS, |v| value_stored_bits(v, shape.head_dim));
+        let value_bits = scheme.value.as_ref().map_or(DENSE_BITS, |v| value_code_bits(scheme, v, keys, shape));
         let positions = context.saturating_sub(1).max(1);
         let keys = mean_bits(key_bits, scheme.key.map(|k| k.base.flush), positions);
         let values = mean_bits(value_bits, scheme.value.map(|v| v.flush(scheme.key.as_ref())), positions);

@@ -27,6 +27,8 @@ pub struct HeadqAttention {
     pub(crate) correction: Option<Correction>,
     /// B_b; `None` where keys are dense.
     pub(crate) base: Option<BaseQuantizer>,
+    /// What values are transformed by; `None` where they are not.
+    pub(crate) values: Option<BaseQuantizer>,
     #[module(skip)]
     pub(crate) scheme: Scheme,
     #[module(skip)]
@@ -43,10 +45,11 @@ impl HeadqAttention {
         Self::calibrated(scheme, basis, None, layer, device)
     }
 
-    /// The same with statistics of the keys, which static base quantizers need ([`crate::scheme::BaseScheme::is_static`]).
+    /// The same with statistics, which some schemes need ([`Scheme::needs_statistics`]).
     ///
     /// # Panics
-    /// As [`HeadqAttention::new`], and if the base quantizer is static and `keys` is `None`.
+    /// As [`HeadqAttention::new`], and if the scheme needs statistics and `keys` is `None` or does not hold what it needs
+    /// ([`KeyStatistics::check`]).
     pub fn calibrated(
         scheme: Scheme,
         basis: Option<&Basis>,
@@ -66,7 +69,12 @@ impl HeadqAttention {
             let basis = basis.expect("a scheme with a side code comes with a basis");
             Correction::new(&key, basis, layer, device)
         });
-        Self { correction, base, scheme, layer }
+        let transformed = scheme.value.and_then(|value| value.transformed(scheme.key.as_ref()));
+        let values = transformed.map(|base| {
+            let values = keys.and_then(|keys| keys.values.as_ref()).expect("transformed values come with statistics");
+            BaseQuantizer::calibrated(base, values, layer, device)
+        });
+        Self { correction, base, values, scheme, layer }
     }
 
     /// The trainable part; `None` without a side code.
@@ -106,6 +114,11 @@ impl HeadqAttention {
             .decoder()
             .map(|u| crate::quant::plain(u).into_data_as::<f32>().try_to_vec::<f32>().expect("converted to f32"));
         base.into_iter().chain(decoder.into_iter().flatten()).collect()
+    }
+
+    /// The same of values: those of their transform and their mean.
+    pub(crate) fn value_constants(&self) -> Vec<f32> {
+        self.values.as_ref().map(BaseQuantizer::constants).unwrap_or_default()
     }
 
     /// The scheme that this module follows.
@@ -158,7 +171,14 @@ impl HeadqAttention {
         (stored, side)
     }
 
-    /// What is stored of whole groups of values: what [`HeadqAttention::code_values`] reads back; `None` where values are dense.
+    /// What is stored of whole groups of transformed values: what [`HeadqAttention::code_values`] reads back; `None` where they are not
+    /// transformed.
+    pub(crate) fn store_coefficients(&self, values: Tensor<4>) -> Option<Stored> {
+        self.values.as_ref().map(|transform| transform.store(transform.shift(values)))
+    }
+
+    /// What is stored of whole groups of values that are not transformed: what [`HeadqAttention::code_values`] reads back; `None` where
+    /// they are dense.
     pub(crate) fn store_values(
         &self,
         values: Tensor<4>,
@@ -178,6 +198,9 @@ impl HeadqAttention {
     /// # Panics
     /// If the policy is `a2` and `masses` is `None`.
     pub fn code_values(&self, values: Tensor<4>, start: usize, masses: Option<Tensor<4>>) -> Tensor<4> {
+        if let Some(transform) = &self.values {
+            return transform.unshift(transform.read_back(transform.shift(values)));
+        }
         match self.scheme.value.as_ref().zip(self.value_flush()) {
             None => values,
             Some((value, flush)) => {

@@ -170,7 +170,7 @@ mod tests {
 
     fn statistics(queries: &[DMatrix<f64>]) -> KeyStatistics {
         let width = queries[0].nrows();
-        let moments = |q: &DMatrix<f64>| HeadMoments { queries: q.clone(), keys: DMatrix::identity(width, width) };
+        let moments = |q: &DMatrix<f64>| HeadMoments::new(q.clone(), DMatrix::identity(width, width));
         let all = vec![1.0; queries.len() * width];
         KeyStatistics {
             kv_heads: queries.len(),
@@ -179,6 +179,8 @@ mod tests {
             deviation: all.clone(),
             rms: all,
             moments: queries.iter().map(moments).collect(),
+            values: None,
+            fits: Default::default(),
         }
     }
 

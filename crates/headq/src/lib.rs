@@ -42,6 +42,7 @@ pub mod learn;
 pub mod metrics;
 pub mod packed;
 pub mod policy;
+pub mod probe;
 pub mod quant;
 pub mod rotation;
 pub mod scheme;

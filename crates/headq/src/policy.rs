@@ -25,11 +25,12 @@ fn weights(value: &ValueScheme, values: &Tensor<4>, masses: Option<Tensor<4>>, p
     let [_, kv_heads, tokens, _] = values.dims();
     let device = values.device();
     match value.policy {
-        Policy::Token => None,
+        // Of `klt` values are transformed, and never come here.
+        Policy::Token | Policy::Klt => None,
         Policy::A2 => Some(masses.expect("a cache under a2 keeps attention masses")),
         Policy::Mse => {
             let values = values.clone().detach();
-            let error = value_read_back_at(value, value.bits, values.clone()) - values;
+            let error = value_read_back_at(value, value.bits.ceil(), values.clone()) - values;
             Some(error.square().sum_dim(3))
         }
         Policy::Random => {
@@ -82,12 +83,12 @@ pub(crate) fn read_back(
     place: Place,
 ) -> Tensor<4> {
     let Some(weights) = weights(value, &values, masses, place) else {
-        return value_read_back_at(value, value.bits, values);
+        return value_read_back_at(value, value.bits.ceil(), values);
     };
     let shape @ [b, h, n, _] = values.dims();
     let heavy = heavy_half(weights.expand([b, h, n, 1]), group).expand(shape);
-    let more = value_read_back_at(value, value.bits + 1, values.clone());
-    value_read_back_at(value, value.bits - 1, values).mask_where(heavy, more)
+    let more = value_read_back_at(value, value.bits.ceil() + 1, values.clone());
+    value_read_back_at(value, value.bits.ceil() - 1, values).mask_where(heavy, more)
 }
 
 /// What is stored of whole groups of values under a policy: what [`read_back`] reads back.
@@ -108,12 +109,12 @@ pub(crate) fn store(
     place: Place,
 ) -> StoredValues {
     let Some(weights) = weights(value, &values, masses, place) else {
-        return StoredValues { heavy: None, light: store_values_at(value, value.bits, values) };
+        return StoredValues { heavy: None, light: store_values_at(value, value.bits.ceil(), values) };
     };
     let [b, h, n, _] = values.dims();
     let heavy = heavy_half(weights.expand([b, h, n, 1]), group);
-    let more = store_values_at(value, value.bits + 1, values.clone());
-    StoredValues { heavy: Some((heavy, more)), light: store_values_at(value, value.bits - 1, values) }
+    let more = store_values_at(value, value.bits.ceil() + 1, values.clone());
+    StoredValues { heavy: Some((heavy, more)), light: store_values_at(value, value.bits.ceil() - 1, values) }
 }
 
 /// Σ p̂_tj² over the query heads of each KV head, and over the queries that see token j before it is flushed.

@@ -13,7 +13,7 @@ use crate::gaussian::{lloyd_max, uniform_step};
 use crate::rotation::kept_rotation;
 use crate::scheme::{BaseScheme, Meta, Quantizer, SideScales, SideScheme, ValueScheme};
 use crate::stats::KeyStatistics;
-use crate::transform::{self, Transform};
+use crate::transform::{self, Packed, Transform};
 
 /// Uniform codes with their scale and zero, each broadcastable against the others.
 #[derive(Debug, Clone)]
@@ -336,6 +336,17 @@ impl BaseQuantizer {
         }
     }
 
+    /// What [`BaseQuantizer::shift`] was given.
+    pub(crate) fn unshift(&self, shifted: Tensor<4>) -> Tensor<4> {
+        match &self.offset {
+            None => shifted,
+            Some(offset) => {
+                let dtype = float_dtype(shifted.dtype());
+                shifted + offset.clone().cast(dtype)
+            }
+        }
+    }
+
     /// Base reconstruction k̂ = B_b(k) of whole groups of shifted keys, with the straight-through gradient.
     ///
     /// # Shapes
@@ -439,9 +450,9 @@ impl BaseQuantizer {
         }
     }
 
-    /// Bits of each coefficient of each head, where they differ.
-    pub(crate) fn coefficient_bits(&self) -> Option<&[Vec<u32>]> {
-        self.transform.as_ref().map(Transform::bits)
+    /// How coefficients are packed, where keys are transformed.
+    pub(crate) fn packed(&self) -> Option<Packed> {
+        self.transform.as_ref().map(Transform::packed)
     }
 
     /// Sᵀ of each head, `[kv_heads, head_dim, head_dim]`, which turns a query to the coefficients that it meets.
@@ -456,10 +467,6 @@ impl BaseQuantizer {
 
     /// Δ of fixed grids and the value of code 0, −(2^{b−1} − ½)Δ, each `[kv_heads, head_dim]`.
     pub(crate) fn fixed_ranges(&self) -> Option<(Vec<f32>, Vec<f32>)> {
-        if let Some(transform) = &self.transform {
-            let host = |x: Tensor<5>| x.into_data_as::<f32>().try_to_vec().expect("converted to f32");
-            return transform.fixed_ranges().map(|(step, zero)| (host(step), host(zero)));
-        }
         let step: Vec<f32> = self.step.clone()?.into_data_as::<f32>().try_to_vec().expect("converted to f32");
         let lowest = 0.5 - f64::from(1u32 << (self.base.bits.ceil() - 1));
         let zero = step.iter().map(|&s| (f64::from(s) * lowest) as f32).collect();
@@ -645,10 +652,11 @@ pub(crate) fn store_values_at(value: &ValueScheme, bits: u32, values: Tensor<4>)
     Axis::Channels(value.channels).store(values, bits, value.range, None, value.meta)
 }
 
-/// Code bits per value element: codes, scales and zeros, and the map that says which token has how many bits.
+/// Code bits per value element of values that are not transformed: codes, scales and zeros, and the map that says which token has how
+/// many bits.
 pub fn value_stored_bits(value: &ValueScheme, head_dim: usize) -> f64 {
     let map = if value.policy.mixed() { 1.0 / head_dim as f64 } else { 0.0 };
-    f64::from(value.bits) + Axis::Channels(value.channels).meta_bits(head_dim, value.meta) + map
+    value.bits.mean() + Axis::Channels(value.channels).meta_bits(head_dim, value.meta) + map
 }
 
 #[cfg(test)]

@@ -11,8 +11,10 @@
 //! Parsing and printing round-trip: `Scheme::from_str(&scheme.to_string())` gives the same scheme, and a scheme written with all
 //! of its non-default options in canonical order prints as it was written. `g` and `r` are always printed.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Mutex;
 
 use serde::{Deserialize, Serialize};
 
@@ -52,6 +54,10 @@ pub struct BaseScheme {
     pub range: f32,
     /// Where ranges come from.
     pub ranges: RangeSource,
+    /// What `klt` takes errors in keys to cost.
+    pub metric: Metric,
+    /// What shares the bits of `klt`.
+    pub pool: Pool,
     /// How numbers become codes.
     pub rounding: Rounding,
     /// Whether the calibrated mean of each head's keys is subtracted from every key and never added back, which attention cannot see.
@@ -74,6 +80,99 @@ pub enum RangeSource {
     Group,
     /// From calibration: nothing is stored but codes.
     Static,
+    /// Lloyd–Max levels fitted to calibrated coefficients where they have up to [`MOST_LLOYD_BITS`] bits, for which nothing is stored but
+    /// codes; as `Group` where they have more.
+    Lloyd,
+}
+
+/// What an error in a key costs: the quadratic form M of εᵀMε, with which `klt` measures.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Metric {
+    /// C_q = `E[q qᵀ]`: the squared error of scores.
+    #[default]
+    Queries,
+    /// Mostly F = `E[g gᵀ]` of the gradients of the log-likelihood by what is read from codes: nats lost by the model
+    /// ([`crate::transform::metric`]).
+    Fisher,
+}
+
+/// What shares the bits of `klt`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Pool {
+    /// Each head has B·d bits of its own, not counting scales and zeros.
+    #[default]
+    Head,
+    /// All heads of all layers: B is their mean, scales and zeros counted.
+    Model,
+    /// Each head has the code bits per element, scales and zeros counted, that a scheme file gives it; B is their mean.
+    Plan(&'static HeadBudgets),
+}
+
+/// Code bits per element of every head of a model. There is one of each content ([`HeadBudgets::interned`]), for as long as the program
+/// runs, so that schemes can be copied.
+#[derive(Debug, PartialEq, Eq)]
+pub struct HeadBudgets {
+    bits: Vec<Bits>,
+    hash: u64,
+}
+
+impl HeadBudgets {
+    /// The one with this content.
+    ///
+    /// # Shapes
+    /// `bits`: `[layers, kv_heads]`, row-major
+    pub fn interned(bits: Vec<Bits>) -> &'static Self {
+        let bytes = bits.iter().flat_map(|b| b.thousandths.to_le_bytes());
+        // FNV-1a.
+        let hash = bytes.fold(0xcbf2_9ce4_8422_2325, |h: u64, b| (h ^ u64::from(b)).wrapping_mul(0x0100_0000_01b3));
+        let mut known = known_budgets();
+        known.entry(hash).or_insert_with(|| Box::leak(Box::new(Self { bits, hash })))
+    }
+
+    /// `[layers, kv_heads]`, row-major.
+    pub fn bits(&self) -> &[Bits] {
+        &self.bits
+    }
+
+    /// The mean, rounded to thousandths.
+    pub fn mean(&self) -> Bits {
+        let (sum, n) = (self.bits.iter().map(|b| u64::from(b.thousandths)).sum::<u64>(), self.bits.len().max(1) as u64);
+        Bits { thousandths: ((sum + n / 2) / n) as u32 }
+    }
+}
+
+fn known_budgets() -> std::sync::MutexGuard<'static, BTreeMap<u64, &'static HeadBudgets>> {
+    static KNOWN: Mutex<BTreeMap<u64, &'static HeadBudgets>> = Mutex::new(BTreeMap::new());
+    // What a panicking thread left is whole: entries are only added.
+    KNOWN.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+impl fmt::Display for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Pool::Head => f.write_str("head"),
+            Pool::Model => f.write_str("model"),
+            Pool::Plan(budgets) => write!(f, "{:016x}", budgets.hash),
+        }
+    }
+}
+
+impl FromStr for Pool {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "head" => Ok(Pool::Head),
+            "model" => Ok(Pool::Model),
+            other => {
+                let hash = u64::from_str_radix(other, 16).ok().filter(|_| other.len() == 16);
+                let hash = hash.ok_or_else(|| format!("'{other}' is not known; known are head, model"))?;
+                known_budgets().get(&hash).map(|budgets| Pool::Plan(budgets)).ok_or_else(|| {
+                    format!("the bits of {other} stand in a scheme file, which has not been read; give that file as the scheme")
+                })
+            }
+        }
+    }
 }
 
 /// How numbers become codes.
@@ -91,8 +190,12 @@ pub enum Rounding {
 
 /// λ where the written form does not give it.
 pub const DEFAULT_LAMBDA: f32 = 0.01;
-/// Bits of the best coefficient of `klt`, and so the largest mean.
+/// Bits of the best coefficient of `klt` where each head has bits of its own, and so the largest mean.
 pub const MOST_KLT_BITS: u32 = 6;
+/// The same where heads share them.
+pub const MOST_POOLED_BITS: u32 = 8;
+/// Most bits of a coefficient with Lloyd–Max levels.
+pub const MOST_LLOYD_BITS: u32 = 3;
 /// Smallest mean bits of `klt`.
 const LEAST_KLT_BITS: Bits = Bits { thousandths: 250 };
 /// Largest ρ of `klt`: where its own factor is 0.8, whole ranges.
@@ -206,7 +309,7 @@ pub enum Scope {
 
 /// How many bits each token's value gets.
 ///
-/// All but `token` give the half of each group of G tokens that comes first by some measure one bit more than the mean, and the other
+/// All but `token` and `klt` give the half of each group of G tokens that comes first by some measure one bit more than the mean, and the other
 /// half one bit less; a map of one bit per token and head says which.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Policy {
@@ -221,17 +324,23 @@ pub enum Policy {
     Random,
     /// The newer half; a control.
     Recency,
+    /// No policy of tokens: transform coding as [`Quantizer::Klt`] codes keys, in the metric of [`Metric::Fisher`].
+    Klt,
 }
 
-/// Values quantized per token, asymmetric min/max over groups of c channels.
+/// Values quantized per token, asymmetric min/max over groups of c channels, or transformed.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ValueScheme {
     /// Which tokens get how many bits.
     pub policy: Policy,
-    /// Mean bits per code: 1–8, or 2–7 where tokens differ.
-    pub bits: u32,
-    /// Channels that share one scale; `None` is the head width.
+    /// Mean bits per code: 1–8, 2–7 where tokens differ, or as for keys under `klt`.
+    pub bits: Bits,
+    /// Channels that share one scale (not `klt`); `None` is the head width.
     pub channels: Option<usize>,
+    /// Where ranges come from; only `klt` has a choice.
+    pub ranges: RangeSource,
+    /// What shares the bits of `klt`.
+    pub pool: Pool,
     /// G, R, N where they differ from the key's; all `None` follow the key's (or the defaults where keys are dense).
     pub group: Option<usize>,
     /// See `group`.
@@ -315,6 +424,16 @@ impl Bits {
         Self { thousandths: 1000 * bits }
     }
 
+    /// From thousandths of a bit.
+    pub const fn thousandths(thousandths: u32) -> Self {
+        Self { thousandths }
+    }
+
+    /// The number nearest to `bits`; none below 0.
+    pub fn nearest(bits: f64) -> Self {
+        Self { thousandths: (bits.max(0.0) * 1000.0).round() as u32 }
+    }
+
     /// Mean bits.
     pub fn mean(self) -> f64 {
         f64::from(self.thousandths) / 1000.0
@@ -352,7 +471,12 @@ impl fmt::Display for Bits {
 impl Policy {
     /// Whether tokens differ in bits.
     pub fn mixed(self) -> bool {
-        self != Policy::Token
+        !matches!(self, Policy::Token | Policy::Klt)
+    }
+
+    /// Sinks where the written form gives none and keys are dense.
+    fn sinks(self) -> usize {
+        if self == Policy::Klt { KLT_SINKS } else { 0 }
     }
 }
 
@@ -383,8 +507,28 @@ impl ValueScheme {
         Flush {
             group: self.group.unwrap_or(of_key.group),
             residual: self.residual.unwrap_or(of_key.residual),
-            sinks: self.sinks.unwrap_or(of_key.sinks),
+            sinks: self.sinks.unwrap_or(match key {
+                None => self.policy.sinks(),
+                Some(_) => of_key.sinks,
+            }),
         }
+    }
+
+    /// The quantizer of `klt`, which codes values as it codes keys; `None` for the other policies.
+    pub fn transformed(&self, key: Option<&KeyScheme>) -> Option<BaseScheme> {
+        (self.policy == Policy::Klt).then(|| BaseScheme {
+            quantizer: Quantizer::Klt,
+            bits: self.bits,
+            flush: self.flush(key),
+            channels: None,
+            range: self.range,
+            ranges: self.ranges,
+            metric: Metric::Fisher,
+            pool: self.pool,
+            rounding: Rounding::Nearest,
+            center: true,
+            meta: self.meta,
+        })
     }
 }
 
@@ -427,13 +571,15 @@ names!(Quantizer {
     Quantizer::Rotated => "rotated",
     Quantizer::Klt => "klt",
 });
-names!(RangeSource { RangeSource::Group => "group", RangeSource::Static => "static" });
+names!(RangeSource { RangeSource::Group => "group", RangeSource::Static => "static", RangeSource::Lloyd => "lloyd" });
+names!(Metric { Metric::Queries => "queries", Metric::Fisher => "fisher" });
 names!(Policy {
     Policy::Token => "token",
     Policy::A2 => "a2",
     Policy::Mse => "mse",
     Policy::Random => "random",
     Policy::Recency => "recency",
+    Policy::Klt => "klt",
 });
 names!(Family {
     Family::QueryPca => "query-pca",
@@ -477,6 +623,22 @@ impl Scheme {
     /// Keys and values in full precision.
     pub const DENSE: Scheme = Scheme { key: None, value: None };
 
+    /// Whether it needs calibrated statistics ([`crate::KeyStatistics`]).
+    pub fn needs_statistics(&self) -> bool {
+        self.key.is_some_and(|key| key.base.is_static()) || self.value.is_some_and(|v| v.policy == Policy::Klt)
+    }
+
+    /// Whether it needs gradients among the statistics.
+    pub fn needs_gradients(&self) -> bool {
+        let key = self.key.is_some_and(|key| key.base.metric == Metric::Fisher);
+        key || self.value.is_some_and(|v| v.policy == Policy::Klt)
+    }
+
+    /// What shares the bits of keys and of values.
+    pub(crate) fn pools(&self) -> [Pool; 2] {
+        [self.key.map_or(Pool::Head, |key| key.base.pool), self.value.map_or(Pool::Head, |value| value.pool)]
+    }
+
     /// Whether nothing is quantized.
     pub fn is_dense(&self) -> bool {
         self.key.is_none() && self.value.is_none()
@@ -498,10 +660,11 @@ impl Scheme {
         {
             return fit(format!("rank={} exceeds the head width {head_dim}; give rank=1 to {head_dim}", side.rank));
         }
-        if let Some(base) = self.key.map(|k| k.base)
-            && base.bits.mean() * (head_dim as f64) < 1.0
-        {
-            return fit(format!("{base} leaves less than one bit for a head {head_dim} wide; give more bits"));
+        let transformed = self.value.and_then(|v| v.transformed(self.key.as_ref()));
+        for base in self.key.map(|k| k.base).into_iter().chain(transformed) {
+            if base.pool == Pool::Head && base.bits.mean() * (head_dim as f64) < 1.0 {
+                return fit(format!("{base} leaves less than one bit for a head {head_dim} wide; give more bits"));
+            }
         }
         let key_c = self.key.and_then(|k| k.base.channels);
         let value_c = self.value.and_then(|v| v.channels);
@@ -574,6 +737,8 @@ impl fmt::Display for BaseScheme {
         options.push_some("c", self.channels);
         options.push_unless("range", self.range, 1.0);
         options.push_unless("ranges", self.ranges, RangeSource::Group);
+        options.push_unless("metric", self.metric, Metric::Queries);
+        options.push_unless("pool", self.pool, Pool::Head);
         if let Rounding::ScoreAware { lambda } = self.rounding {
             options.push("rounding", SCORE_AWARE);
             options.push_unless("lambda", lambda, DEFAULT_LAMBDA);
@@ -604,6 +769,8 @@ impl fmt::Display for ValueScheme {
         options.push_some("r", self.residual);
         options.push_some("sinks", self.sinks);
         options.push_unless("range", self.range, 1.0);
+        options.push_unless("ranges", self.ranges, RangeSource::Group);
+        options.push_unless("pool", self.pool, Pool::Head);
         options.push_unless("meta", self.meta, Meta::F16);
         write!(f, "{}-{}{options}", self.policy, self.bits)
     }
@@ -660,10 +827,17 @@ impl<'a> Term<'a> {
             .ok_or_else(|| format!("'{}' is not written NAME-BITS, e.g. kivi-2", self.head))
     }
 
-    /// Splits `NAME-BITS` and checks the bits, a whole number.
-    fn name_bits(&self, range: std::ops::RangeInclusive<u32>) -> Result<(&'a str, u32), String> {
-        let (name, bits) = self.name_and_bits()?;
-        Ok((name, whole(bits, &format!("bits of '{}'", self.head), range)?))
+    /// The mean bits of `klt`, and what shares them.
+    fn klt_bits(&mut self, bits: &str, what: &str) -> Result<(Bits, Pool), String> {
+        let pool: Pool = self.take_named("pool")?;
+        let most = if pool == Pool::Head { MOST_KLT_BITS } else { MOST_POOLED_BITS };
+        let bits = Bits::parse(bits, what, LEAST_KLT_BITS..=Bits::whole(most))?;
+        match pool {
+            Pool::Plan(budgets) if budgets.mean() != bits => {
+                Err(format!("{what}: the heads of {pool} have {} on average, found {bits}", budgets.mean()))
+            }
+            pool => Ok((bits, pool)),
+        }
     }
 
     fn take(&mut self, name: &str) -> Option<&'a str> {
@@ -720,7 +894,8 @@ impl<'a> Term<'a> {
 
     /// Where ranges come from, and how they are stored if they are.
     fn take_ranges(&mut self, quantizer: Quantizer) -> Result<(RangeSource, Meta), String> {
-        let ranges = if quantizer == Quantizer::Klt { self.take_named("ranges")? } else { RangeSource::Group };
+        let klt = quantizer == Quantizer::Klt;
+        let ranges = if klt { self.take_named("ranges")? } else { RangeSource::Group };
         let meta = if quantizer == Quantizer::Grid { Meta::F16 } else { self.take_named("meta")? };
         match (ranges, meta) {
             (RangeSource::Static, Meta::F32) => Err("meta=f32: ranges=static stores no scales; leave it out".into()),
@@ -760,9 +935,9 @@ fn parse_base(text: &str) -> Result<BaseScheme, String> {
     let (name, bits) = term.name_and_bits()?;
     let quantizer: Quantizer = name.parse().map_err(|e| format!("key quantizer {e}"))?;
     let what = format!("bits of '{}'", term.head);
-    let bits = match quantizer {
-        Quantizer::Klt => Bits::parse(bits, &what, LEAST_KLT_BITS..=Bits::whole(MOST_KLT_BITS))?,
-        _ => Bits::whole(whole(bits, &what, 1..=8)?),
+    let ((bits, pool), metric) = match quantizer {
+        Quantizer::Klt => (term.klt_bits(bits, &what)?, term.take_named("metric")?),
+        _ => ((Bits::whole(whole(bits, &what, 1..=8)?), Pool::Head), Metric::Queries),
     };
     let (default, rounding) = (Flush::default(), term.take_rounding(quantizer)?);
     let (ranges, meta) = term.take_ranges(quantizer)?;
@@ -783,6 +958,8 @@ fn parse_base(text: &str) -> Result<BaseScheme, String> {
             _ => term.take_range(quantizer.most_range())?,
         },
         ranges,
+        metric,
+        pool,
         rounding,
         // The mean is no part of a coefficient, asked or not.
         center: term.take("center").is_some() || quantizer == Quantizer::Klt,
@@ -793,7 +970,7 @@ fn parse_base(text: &str) -> Result<BaseScheme, String> {
         Quantizer::Token => "g, r, sinks, c, range, center, meta",
         Quantizer::Grid => "g, r, sinks, c, range, rounding, lambda, center",
         Quantizer::Rotated => "g, r, sinks, c, center, meta",
-        Quantizer::Klt => "g, r, sinks, range, ranges, center, meta",
+        Quantizer::Klt => "g, r, sinks, range, ranges, metric, pool, center, meta",
     })?;
     Ok(base)
 }
@@ -822,26 +999,35 @@ fn parse_value(text: &str) -> Result<Option<ValueScheme>, String> {
         return Ok(None);
     }
     let mut term = Term::parse(text)?;
-    let (name, bits) = term.name_bits(1..=8)?;
+    let (name, bits) = term.name_and_bits()?;
     let policy: Policy =
         name.parse().map_err(|e: String| format!("value policy {}", e.replace("are ", "are dense, ")))?;
-    if policy.mixed() && !(2..=7).contains(&bits) {
+    let what = format!("bits of '{}'", term.head);
+    let klt = policy == Policy::Klt;
+    let (bits, pool) = match klt {
+        true => term.klt_bits(bits, &what)?,
+        false => (Bits::whole(whole(bits, &what, 1..=8)?), Pool::Head),
+    };
+    if policy.mixed() && !(Bits::whole(2)..=Bits::whole(7)).contains(&bits) {
         return Err(format!(
             "bits of '{}': tokens get one bit more and one less than the mean, which must be from 2 to 7",
             term.head
         ));
     }
+    let (ranges, meta) = term.take_ranges(if klt { Quantizer::Klt } else { Quantizer::Token })?;
     let value = ValueScheme {
         policy,
         bits,
-        channels: term.take_usize("c", 1..=MOST_TOKENS)?,
+        channels: if klt { None } else { term.take_usize("c", 1..=MOST_TOKENS)? },
+        ranges,
+        pool,
         group: term.take_usize("g", 1..=MOST_TOKENS)?,
         residual: term.take_usize("r", 0..=MOST_TOKENS)?,
         sinks: term.take_usize("sinks", 0..=MOST_TOKENS)?,
-        range: term.take_range(1.0)?,
-        meta: term.take_named("meta")?,
+        range: term.take_range(if klt { MOST_KLT_RANGE } else { 1.0 })?,
+        meta,
     };
-    term.finish("c, g, r, sinks, range, meta")?;
+    term.finish(if klt { "g, r, sinks, range, ranges, pool, meta" } else { "c, g, r, sinks, range, meta" })?;
     Ok(Some(value))
 }
 
@@ -906,6 +1092,20 @@ mod tests {
         (1usize..300, 0usize..300, 0usize..9).prop_map(|(group, residual, sinks)| Flush { group, residual, sinks })
     }
 
+    fn pool() -> impl Strategy<Value = Pool> {
+        let plan = prop::collection::vec(250u32..=6000, 1..9)
+            .prop_map(|all| Pool::Plan(HeadBudgets::interned(all.into_iter().map(Bits::thousandths).collect())));
+        prop_oneof![Just(Pool::Head), Just(Pool::Model), plan]
+    }
+
+    /// The bits that a scheme with such a pool can have.
+    fn pooled(pool: Pool, thousandths: u32) -> Bits {
+        match pool {
+            Pool::Plan(budgets) => budgets.mean(),
+            _ => Bits::thousandths(thousandths),
+        }
+    }
+
     fn any_scheme() -> impl Strategy<Value = Scheme> {
         let range = prop_oneof![Just(1.0f32), Just(0.85), 0.01f32..1.0];
         let meta = prop_oneof![Just(Meta::F16), Just(Meta::F32)];
@@ -922,19 +1122,22 @@ mod tests {
             range,
             (prop::sample::select(RangeSource::ALL), rounding),
             meta,
-            any::<bool>(),
+            (any::<bool>(), prop::sample::select(Metric::ALL), pool()),
         )
-            .prop_map(|(quantizer, (bits, thousandths), flush, c, range, (ranges, rounding), meta, center)| {
+            .prop_map(|(quantizer, (bits, thousandths), flush, c, range, (ranges, rounding), meta, more)| {
+                let (center, metric, pool) = more;
                 let klt = quantizer == Quantizer::Klt;
                 let ranges = if klt { ranges } else { RangeSource::Group };
                 let no_scales = quantizer == Quantizer::Grid || ranges == RangeSource::Static;
                 BaseScheme {
                     quantizer,
-                    bits: if klt { Bits { thousandths } } else { Bits::whole(bits) },
+                    bits: if klt { pooled(pool, thousandths) } else { Bits::whole(bits) },
                     flush,
                     channels: c.filter(|_| quantizer != Quantizer::Kivi && !klt),
                     range: if quantizer == Quantizer::Rotated { 1.0 } else { range },
                     ranges,
+                    metric: if klt { metric } else { Metric::Queries },
+                    pool: if klt { pool } else { Pool::Head },
                     rounding: if quantizer.is_per_channel() { rounding } else { Rounding::Nearest },
                     center: center || klt,
                     meta: if no_scales { Meta::F16 } else { meta },
@@ -957,12 +1160,20 @@ mod tests {
                 scope,
             });
         let token = prop::option::of(0usize..200);
-        let policy = prop_oneof![(Just(Policy::Token), 1u32..=8), (prop::sample::select(&Policy::ALL[1..]), 2u32..=7),];
+        let mixed = [Policy::A2, Policy::Mse, Policy::Random, Policy::Recency];
+        let policy = prop_oneof![
+            (Just(Policy::Token), (1u32..=8).prop_map(Bits::whole), Just(Pool::Head), Just(RangeSource::Group)),
+            (prop::sample::select(&mixed), (2u32..=7).prop_map(Bits::whole), Just(Pool::Head), Just(RangeSource::Group)),
+            (Just(Policy::Klt), 250u32..=6000, pool(), prop::sample::select(RangeSource::ALL))
+                .prop_map(|(policy, bits, pool, ranges)| (policy, pooled(pool, bits), pool, ranges)),
+        ];
         let value = (policy, prop::option::of(1usize..200), prop::option::of(1usize..100), token.clone(), token)
-            .prop_map(|((policy, bits), channels, group, residual, sinks)| ValueScheme {
+            .prop_map(|((policy, bits, pool, ranges), channels, group, residual, sinks)| ValueScheme {
                 policy,
                 bits,
-                channels,
+                ranges,
+                pool,
+                channels: channels.filter(|_| policy != Policy::Klt),
                 // A mixed policy's own group is even, and never the key's, which may be odd.
                 group: if policy.mixed() { Some(2 * group.unwrap_or(16)) } else { group },
                 residual,

@@ -1,9 +1,14 @@
 //! Calibration statistics: first and second moments of queries, keys, residuals and values, in f64 on the host.
 
-use std::sync::Arc;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
 
+use half::f16;
 use nalgebra::{DMatrix, DVector};
 use rayon::prelude::*;
+
+use crate::scheme::{Pool, Scheme};
+use crate::transform::HeadTransform;
 
 /// n, Σx and Σxxᵀ of the rows of one head.
 #[derive(Debug, Clone, PartialEq)]
@@ -91,18 +96,75 @@ pub struct LayerStats {
     pub e: Vec<Moments>,
     /// Values, by KV head.
     pub v: Vec<Moments>,
+    /// Gradients, where they were taken.
+    pub gradients: Option<GradientMoments>,
+    /// Some of the keys and values themselves, where they were kept.
+    pub sample: Option<Sample>,
+}
+
+/// Moments of the gradients of a sampled token's log-likelihood by what attention reads from codes: `E[g gᵀ]` is a block of the Fisher
+/// information, so that εᵀ`E[g gᵀ]`ε/2 is, to second order, what an error ε costs in nats (Amari; Martens, arXiv:1412.1193).
+#[derive(Debug, Clone, PartialEq)]
+pub struct GradientMoments {
+    /// By post-RoPE keys of coded tokens, by KV head.
+    pub k: Vec<Moments>,
+    /// By values of coded tokens, by KV head.
+    pub v: Vec<Moments>,
+}
+
+/// Runs of [`SAMPLE_RUN`] consecutive tokens, as halves.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Sample {
+    /// Post-RoPE keys, by KV head: `[tokens, head_dim]` each.
+    pub k: Vec<Vec<f16>>,
+    /// Values, likewise.
+    pub v: Vec<Vec<f16>>,
+}
+
+/// Consecutive tokens of a sample, as many as a group of usual size has.
+pub const SAMPLE_RUN: usize = 128;
+
+impl GradientMoments {
+    /// Adds what another accumulator has seen.
+    pub fn merge(&mut self, other: &GradientMoments) {
+        for (mine, theirs) in [(&mut self.k, &other.k), (&mut self.v, &other.v)] {
+            mine.iter_mut().zip(theirs).for_each(|(m, t)| m.merge(t));
+        }
+    }
+}
+
+impl Sample {
+    /// Adds another sample's tokens.
+    pub fn merge(&mut self, other: &Sample) {
+        let all = [(&mut self.k, &other.k), (&mut self.v, &other.v)];
+        for (mine, theirs) in all {
+            mine.resize_with(theirs.len(), Vec::new);
+            mine.iter_mut().zip(theirs).for_each(|(m, t)| m.extend(t));
+        }
+    }
 }
 
 impl LayerStats {
     /// Nothing seen yet.
     pub fn new(heads: usize, kv_heads: usize, head_dim: usize) -> Self {
         let empty = |n| vec![Moments::new(head_dim); n];
-        Self { q: empty(heads), k: empty(kv_heads), e: empty(kv_heads), v: empty(kv_heads) }
+        Self {
+            q: empty(heads),
+            k: empty(kv_heads),
+            e: empty(kv_heads),
+            v: empty(kv_heads),
+            gradients: None,
+            sample: None,
+        }
     }
 
     /// Name and moments of each kind of row.
-    pub fn parts(&self) -> [(&'static str, &[Moments]); 4] {
-        [("q", &self.q), ("k", &self.k), ("e", &self.e), ("v", &self.v)]
+    pub fn parts(&self) -> Vec<(&'static str, &[Moments])> {
+        let mut all: Vec<(_, &[Moments])> = vec![("q", &self.q), ("k", &self.k), ("e", &self.e), ("v", &self.v)];
+        if let Some(gradients) = &self.gradients {
+            all.extend([("k_gradient", &gradients.k[..]), ("v_gradient", &gradients.v[..])]);
+        }
+        all
     }
 
     /// Whether all sums are finite.
@@ -131,6 +193,16 @@ impl LayerStats {
         {
             mine.iter_mut().zip(theirs).for_each(|(m, t)| m.merge(t));
         }
+        match (&mut self.gradients, &other.gradients) {
+            (Some(mine), Some(theirs)) => mine.merge(theirs),
+            (mine @ None, theirs) => *mine = theirs.clone(),
+            (Some(_), None) => {}
+        }
+        match (&mut self.sample, &other.sample) {
+            (Some(mine), Some(theirs)) => mine.merge(theirs),
+            (mine @ None, theirs) => *mine = theirs.clone(),
+            (Some(_), None) => {}
+        }
     }
 
     /// Query moments pooled over the query heads that share KV head `kv_head`.
@@ -140,6 +212,12 @@ impl LayerStats {
     }
 }
 
+/// A sample less the mean of all rows.
+fn centered(sample: &[f16], rows: &Moments) -> Vec<f32> {
+    let mean = rows.mean();
+    sample.iter().enumerate().map(|(i, x)| (x.to_f64() - mean[i % mean.len()]) as f32).collect()
+}
+
 /// Second moments of one KV head, from which operator-matched quantizers are derived.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HeadMoments {
@@ -147,6 +225,17 @@ pub struct HeadMoments {
     pub queries: DMatrix<f64>,
     /// C_k, the covariance of the keys about their mean: `[head_dim, head_dim]`.
     pub keys: DMatrix<f64>,
+    /// F = `E[g gᵀ]` of the gradients by keys ([`GradientMoments`]), where they were taken: `[head_dim, head_dim]`.
+    pub gradients: Option<DMatrix<f64>>,
+    /// Some of the keys less their mean, in runs of [`SAMPLE_RUN`]; empty where none were kept: `[tokens, head_dim]`.
+    pub sample: Vec<f32>,
+}
+
+impl HeadMoments {
+    /// Without gradients and sample.
+    pub fn new(queries: DMatrix<f64>, keys: DMatrix<f64>) -> Self {
+        Self { queries, keys, gradients: None, sample: Vec::new() }
+    }
 }
 
 /// What calibrated base quantizers know of a model's keys and of the queries that read them.
@@ -164,6 +253,38 @@ pub struct KeyStatistics {
     pub rms: Vec<f32>,
     /// Second moments: `[layers, kv_heads]`.
     pub moments: Arc<[HeadMoments]>,
+    /// The same of the values, which no queries read: their moments are the identity.
+    pub values: Option<Arc<KeyStatistics>>,
+    /// Transforms that were fitted to them.
+    pub fits: Fits,
+}
+
+/// Keeps what has been fitted to statistics, by what was fitted, since every layer asks for it. Equal whatever it holds.
+#[derive(Clone, Default)]
+pub struct Fits(Arc<Mutex<BTreeMap<String, Fitted>>>);
+
+/// The transforms of all heads, `[layers, kv_heads]`.
+type Fitted = Arc<Vec<HeadTransform>>;
+
+impl Fits {
+    /// What was fitted under a name, or now is.
+    pub(crate) fn of(&self, name: String, fit: impl FnOnce() -> Vec<HeadTransform>) -> Fitted {
+        // What a panicking thread left is whole: entries are only added.
+        let mut known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        known.entry(name).or_insert_with(|| Arc::new(fit())).clone()
+    }
+}
+
+impl PartialEq for Fits {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl std::fmt::Debug for Fits {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Fits")
+    }
 }
 
 impl KeyStatistics {
@@ -172,22 +293,43 @@ impl KeyStatistics {
     /// # Errors
     /// [`crate::Error::Keys`] if there are none, or they are not finite.
     pub fn of(stats: &[LayerStats]) -> Result<Self, crate::Error> {
-        let heads = || stats.iter().flat_map(|layer| &layer.k);
+        if !stats.iter().all(LayerStats::is_finite) {
+            return Err(crate::Error::Keys { reason: "the statistics are not finite".into() });
+        }
+        let gradients = |pick: fn(&GradientMoments) -> &Vec<Moments>| {
+            move |layer: &LayerStats, head: usize| Some(pick(layer.gradients.as_ref()?)[head].second())
+        };
+        fn rows(layer: &LayerStats, head: usize, pick: fn(&Sample) -> &Vec<Vec<f16>>) -> &[f16] {
+            layer.sample.as_ref().map_or(&[], |all| &pick(all)[head])
+        }
+        let (of_keys, of_values) = (gradients(|g| &g.k), gradients(|g| &g.v));
+        let mut all = Self::of_rows(stats, |layer| &layer.k, |layer, head| HeadMoments {
+            queries: layer.pooled_queries(head).second(),
+            keys: layer.k[head].covariance(),
+            gradients: of_keys(layer, head),
+            sample: centered(rows(layer, head, |s| &s.k), &layer.k[head]),
+        })?;
+        all.values = Some(Arc::new(Self::of_rows(stats, |layer| &layer.v, |layer, head| HeadMoments {
+            queries: DMatrix::identity(all.head_dim, all.head_dim),
+            keys: layer.v[head].covariance(),
+            gradients: of_values(layer, head),
+            sample: centered(rows(layer, head, |s| &s.v), &layer.v[head]),
+        })?));
+        Ok(all)
+    }
+
+    /// From the moments of some rows.
+    fn of_rows(
+        stats: &[LayerStats],
+        rows: fn(&LayerStats) -> &Vec<Moments>,
+        of_head: impl Fn(&LayerStats, usize) -> HeadMoments,
+    ) -> Result<Self, crate::Error> {
+        let heads = || stats.iter().flat_map(rows);
         let fail = |reason: &str| Err(crate::Error::Keys { reason: reason.into() });
         let Some(first) = heads().next() else { return fail("the statistics have no layers") };
         if heads().any(|m| m.n == 0) {
             return fail("the statistics hold no keys");
         }
-        if !heads().all(Moments::is_finite) {
-            return fail("the keys in the statistics are not finite");
-        }
-        if !stats.iter().flat_map(|layer| &layer.q).all(Moments::is_finite) {
-            return fail("the queries in the statistics are not finite");
-        }
-        let of_head = |layer: &LayerStats, head: usize| HeadMoments {
-            queries: layer.pooled_queries(head).second(),
-            keys: layer.k[head].covariance(),
-        };
         let channels = |value: &dyn Fn(f64, f64) -> f64| -> Vec<f32> {
             let head = |m: &Moments| {
                 let (mean, second) = (m.mean(), m.second());
@@ -201,8 +343,33 @@ impl KeyStatistics {
             mean: channels(&|mean, _| mean),
             deviation: channels(&|mean, second| (second - mean * mean).max(0.0).sqrt()),
             rms: channels(&|_, second| second.sqrt()),
-            moments: stats.iter().flat_map(|layer| (0..layer.k.len()).map(move |h| of_head(layer, h))).collect(),
+            moments: stats.iter().flat_map(|layer| (0..layer.k.len()).map(|h| of_head(layer, h)).collect::<Vec<_>>()).collect(),
+            values: None,
+            fits: Fits::default(),
         })
+    }
+
+    /// Whether they hold what a scheme needs.
+    ///
+    /// # Errors
+    /// [`crate::Error::Keys`] where gradients are needed and were not taken.
+    pub fn check(&self, scheme: &Scheme) -> Result<(), crate::Error> {
+        if scheme.needs_gradients() && self.moments.iter().any(|m| m.gradients.is_none()) {
+            return Err(crate::Error::Keys {
+                reason: format!("they hold no gradients, which {scheme} needs; calibrate with --gradients"),
+            });
+        }
+        for pool in scheme.pools() {
+            if let Pool::Plan(budgets) = pool
+                && budgets.bits().len() != self.moments.len()
+            {
+                let (planned, found) = (budgets.bits().len(), self.moments.len());
+                return Err(crate::Error::Keys {
+                    reason: format!("they are of {found} heads, but {scheme} gives bits to {planned}; search for this model"),
+                });
+            }
+        }
+        Ok(())
     }
 
     /// The same with every mean multiplied by `factor`, for interventions on what attention cannot see.

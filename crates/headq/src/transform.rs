@@ -1,13 +1,17 @@
-//! Score-KLT transform coding of keys (`klt`): coordinates in which squared error *is* expected squared score error, up to a constant.
+//! Transform coding (`klt`): coordinates in which squared error *is* what an error costs, up to a constant.
 //!
-//! With C_q = `E[q qᵀ]` of the queries that read a head and C_k the covariance of its keys about their mean μ, V Λ Vᵀ = C_q^{½} C_k C_q^{½}.
-//! Coefficients y = Vᵀ C_q^{½} (k − μ) are uncorrelated with variances Λ, k̂ − μ = C_q^{−½} V ŷ, and ‖y − ŷ‖² = (k − k̂)ᵀ C_q (k − k̂).
+//! With M the metric, εᵀMε the cost of an error ε, and C the covariance of the keys about their mean μ, V Λ Vᵀ = M^{½} C M^{½}.
+//! Coefficients y = Vᵀ M^{½} (k − μ) are uncorrelated with variances Λ, k̂ − μ = M^{−½} V ŷ, and ‖y − ŷ‖² = (k − k̂)ᵀ M (k − k̂).
 //! So bits go to coefficients as in any transform code (reverse water-filling; whole bits by largest marginal gain): those that
 //! matter too little get none and are not stored. Attention-preserving transforms and bits by importance are also in arXiv:2608.04074 and
 //! arXiv:2605.06675.
 //!
-//! C_q is taken relative to its mean eigenvalue, so that coefficients have the size of keys and their scales fit in halves, and its
-//! eigenvalues are floored at [`QUERY_FLOOR`] of the largest, because what queries did not read in calibration they may read later.
+//! M is C_q = `E[q qᵀ]` of the queries that read a head, and the cost the squared error of scores (`metric=queries`); or it is made of the
+//! gradients of the model's log-likelihood, and the cost in nats (`metric=fisher`, [`metric`]), which can be compared between heads: so
+//! that one pool of bits serves the whole model (`pool=model`). Values are coded in the same way, by gradients.
+//!
+//! M is taken relative to its mean eigenvalue, so that coefficients have the size of keys and their scales fit in halves, and its
+//! eigenvalues are floored at [`QUERY_FLOOR`] of the largest, because what mattered little in calibration may matter later.
 
 use std::sync::Arc;
 
@@ -17,32 +21,76 @@ use nalgebra::{DMatrix, DVector};
 use rayon::prelude::*;
 
 use crate::basis::descending_eigen;
-use crate::gaussian::{uniform_distortion, uniform_step};
+use crate::gaussian::{lloyd_max, uniform_distortion, uniform_step};
 use crate::quant::{Stored, float_dtype, stored, straight_through};
-use crate::scheme::{BaseScheme, Bits, MOST_KLT_BITS, Meta, RangeSource};
-use crate::stats::{HeadMoments, KeyStatistics, symmetric};
+use crate::scheme::{
+    BaseScheme, Bits, MOST_KLT_BITS, MOST_LLOYD_BITS, MOST_POOLED_BITS, Meta, Metric, Pool, RangeSource,
+};
+use crate::stats::{HeadMoments, KeyStatistics, SAMPLE_RUN, symmetric};
 
-/// Eigenvalues of C_q are floored at this share of the largest.
+/// Eigenvalues of the metric are floored at this share of the largest.
 pub const QUERY_FLOOR: f64 = 1e-4;
+
+/// Shares of F, C_q and I, each by its trace, in the metric of [`Metric::Fisher`]: gradients are few and noisy, queries are many.
+const FISHER_SHARES: [f64; 3] = [0.75, 0.2, 0.05];
+
+/// Sampled coefficients of a class below which its levels are those for a Gaussian.
+const LEAST_SAMPLE: usize = 256;
 
 /// The transform of one head and the bits of its coefficients, largest variance first.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HeadTransform {
-    /// A = C_q^{½} V: y = Aᵀ(k − μ). `[head_dim, head_dim]`
+    /// A = M^{½} V: y = Aᵀ(k − μ). `[head_dim, head_dim]`
     pub analysis: DMatrix<f64>,
-    /// S = C_q^{−½} V: k̂ − μ = S ŷ. `[head_dim, head_dim]`
+    /// S = M^{−½} V: k̂ − μ = S ŷ. `[head_dim, head_dim]`
     pub synthesis: DMatrix<f64>,
     /// Λ, the variances of the coefficients, descending: `[head_dim]`
     pub spread: DVector<f64>,
+    /// The mean eigenvalue of M, by which it was divided: what a unit of squared coefficient error costs.
+    pub weight: f64,
     /// Bits of each coefficient, descending: `[head_dim]`
     pub bits: Vec<u32>,
+    /// Levels of coefficients of unit variance with 1, 2, … bits, ascending, under `ranges=lloyd`.
+    pub levels: Vec<Vec<f64>>,
+    /// Factor on the half-width of min/max ranges of coefficients with 0, 1, 2, … bits ([`range_factor`] where there is no sample).
+    pub factors: Vec<f64>,
+}
+
+/// The metric M of one head in which errors are measured: `[head_dim, head_dim]`.
+///
+/// Of [`Metric::Fisher`] it is tr F · (0.75 F/tr F + 0.2 C_q/tr C_q + 0.05 I/d), where F are the second moments of gradients.
+///
+/// # Panics
+/// If the metric needs gradients and there are none ([`KeyStatistics::check`]).
+pub fn metric(moments: &HeadMoments, metric: Metric) -> DMatrix<f64> {
+    match metric {
+        Metric::Queries => moments.queries.clone(),
+        Metric::Fisher => {
+            let gradients = moments.gradients.as_ref().expect("statistics were checked for gradients");
+            let (d, cost) = (gradients.nrows(), gradients.trace());
+            let parts = [gradients, &moments.queries, &DMatrix::identity(d, d)];
+            let shared = parts.iter().zip(FISHER_SHARES).filter(|(part, _)| part.trace() > 0.0);
+            shared.fold(DMatrix::zeros(d, d), |sum, (part, share)| sum + *part * (share * cost / part.trace()))
+        }
+    }
 }
 
 impl HeadTransform {
-    /// From a head's second moments and mean bits for each coefficient. Where no query reads anything, C_q = I is taken.
-    pub fn fit(moments: &HeadMoments, mean: Bits) -> Self {
+    /// From a head's second moments, its coefficients sharing its own bits. Where nothing costs anything, M = I is taken.
+    ///
+    /// # Panics
+    /// As [`metric`].
+    pub fn fit(moments: &HeadMoments, base: &BaseScheme) -> Self {
+        let mut head = Self::coordinates(moments, base.metric);
+        head.bits = allocate(head.spread.as_slice(), budget(base.bits, head.spread.len()));
+        head.fit_levels(moments, base);
+        head
+    }
+
+    /// Everything but bits and levels.
+    fn coordinates(moments: &HeadMoments, by: Metric) -> Self {
         let width = moments.keys.nrows();
-        let (values, vectors) = descending_eigen(symmetric(moments.queries.clone()));
+        let (values, vectors) = descending_eigen(symmetric(metric(moments, by)));
         let typical = values.sum() / width as f64;
         let roots = match typical > 0.0 {
             true => values.map(|v| (v.max(values[0] * QUERY_FLOOR) / typical).sqrt()),
@@ -53,8 +101,53 @@ impl HeadTransform {
         let (spread, v) = descending_eigen(symmetric(&half * &moments.keys * &half));
         // A covariance has no negative eigenvalues but by rounding.
         let spread = spread.map(|s| s.max(0.0));
-        let bits = allocate(spread.as_slice(), budget(mean, width));
-        Self { analysis: half * &v, synthesis: inverse_half * v, spread, bits }
+        Self {
+            analysis: half * &v,
+            synthesis: inverse_half * v,
+            spread,
+            weight: typical.max(0.0),
+            bits: vec![0; width],
+            levels: Vec::new(),
+            factors: Vec::new(),
+        }
+    }
+
+    /// Levels and range factors that leave the least squared error in the sample, for coefficients of the same bits together.
+    fn fit_levels(&mut self, moments: &HeadMoments, base: &BaseScheme) {
+        let width = self.spread.len();
+        // Row-major [tokens, width] is column-major [width, tokens].
+        let tokens = moments.sample.len() / width;
+        let rows = DMatrix::from_iterator(width, tokens, moments.sample.iter().map(|&v| f64::from(v)));
+        let sample = self.analysis.transpose() * rows;
+        let (assigned, spreads) = (&self.bits, &self.spread);
+        let of_bits = |bits: u32| (0..width).filter(move |&i| assigned[i] == bits && spreads[i] > 0.0);
+        let fitted = |bits: u32| {
+            let gaussian = lloyd_max(bits).levels.clone();
+            let classed: Vec<(f64, f64)> = of_bits(bits)
+                .flat_map(|i| {
+                    let spread = spreads[i];
+                    sample.row(i).iter().map(|y| (y / spread.sqrt(), spread)).collect::<Vec<_>>()
+                })
+                .collect();
+            if classed.len() < LEAST_SAMPLE { gaussian } else { lloyd(classed, gaussian) }
+        };
+        let levels = match base.ranges {
+            RangeSource::Lloyd => (1..=MOST_LLOYD_BITS).map(fitted).collect(),
+            RangeSource::Group | RangeSource::Static => Vec::new(),
+        };
+        let run = base.flush.group.min(SAMPLE_RUN);
+        let factor = |bits: u32| {
+            let of_class: Vec<Vec<f64>> = match bits > 0 && stores_range(base, bits) {
+                true => of_bits(bits).map(|i| sample.row(i).iter().copied().collect()).collect(),
+                false => Vec::new(),
+            };
+            match of_class.iter().map(Vec::len).sum::<usize>() < LEAST_SAMPLE {
+                true => f64::from(range_factor(bits)),
+                false => best_factor(&of_class, run, bits),
+            }
+        };
+        let factors = (0..=MOST_POOLED_BITS).map(factor).collect();
+        (self.levels, self.factors) = (levels, factors);
     }
 
     /// Coefficients that are stored.
@@ -66,6 +159,58 @@ impl HeadTransform {
     pub fn distortion(&self) -> f64 {
         self.spread.iter().zip(&self.bits).map(|(s, b)| s * uniform_distortion(*b)).sum()
     }
+
+    /// Code bits per element: codes, scales and zeros.
+    fn code_bits(&self, base: &BaseScheme) -> f64 {
+        self.bits.iter().map(|&b| cost(base, b)).sum::<f64>() / self.bits.len() as f64
+    }
+}
+
+/// Lloyd–Max levels of weighted numbers, from a first guess: each the mean of the numbers that are nearest to it.
+fn lloyd(mut numbers: Vec<(f64, f64)>, mut levels: Vec<f64>) -> Vec<f64> {
+    numbers.sort_by(|a, b| a.0.total_cmp(&b.0));
+    for _ in 0..100 {
+        let mut start = 0;
+        let mut moved = 0.0f64;
+        let edges: Vec<f64> = levels.windows(2).map(|w| 0.5 * (w[0] + w[1])).chain([f64::INFINITY]).collect();
+        for (level, edge) in levels.iter_mut().zip(edges) {
+            let end = start + numbers[start..].partition_point(|(x, _)| *x <= edge);
+            let (sum, weight) = numbers[start..end].iter().fold((0.0, 0.0), |(s, w), (x, own)| (s + x * own, w + own));
+            if weight > 0.0 {
+                moved = moved.max((sum / weight - *level).abs());
+                *level = sum / weight;
+            }
+            start = end;
+        }
+        if moved < 1e-6 {
+            break;
+        }
+    }
+    levels
+}
+
+/// The factor on the half-width of min/max ranges, of those from 0.4 to 1.6 in steps of 0.02, that leaves the least squared error.
+///
+/// # Shapes
+/// `rows`: numbers of each coefficient, `run` neighbours sharing a range
+fn best_factor(rows: &[Vec<f64>], run: usize, bits: u32) -> f64 {
+    let cells = f64::from(1u32 << bits);
+    let error = |factor: f64| -> f64 {
+        let of_run = |y: &[f64]| {
+            let (low, high) = y.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(l, h), v| (l.min(*v), h.max(*v)));
+            let (middle, cell) = (0.5 * (low + high), factor * (high - low) / cells);
+            let zero = middle - 0.5 * cell * (cells - 1.0);
+            let of = |v: &f64| {
+                let code = if cell > 0.0 { ((v - zero) / cell).round().clamp(0.0, cells - 1.0) } else { 0.0 };
+                (v - zero - code * cell).powi(2)
+            };
+            y.iter().map(of).sum::<f64>()
+        };
+        // Runs are whole: those of different places of a text do not share a range.
+        rows.iter().flat_map(|row| row.chunks(SAMPLE_RUN).flat_map(|r| r.chunks(run))).map(of_run).sum()
+    };
+    let all = (20..=80).map(|i| f64::from(i) * 0.02).map(|factor| (error(factor), factor));
+    all.min_by(|a, b| a.0.total_cmp(&b.0)).map_or(1.0, |(_, factor)| factor)
 }
 
 /// Whole bits of a head `width` wide: B·d, rounded down.
@@ -91,43 +236,180 @@ pub fn allocate(spread: &[f64], budget: usize) -> Vec<u32> {
     bits
 }
 
-/// Factor on the half-width of a coefficient's min/max range, which 2^b equal cells divide: few levels are better spent on the middle.
-/// Of 128 Gaussian numbers it leaves cells of about [`uniform_step`] with 2 and 3 bits, and a third wider ones with 1.
+/// Whether a coefficient of so many bits has a scale and a zero.
+fn stores_range(base: &BaseScheme, bits: u32) -> bool {
+    match base.ranges {
+        RangeSource::Group => bits > 0,
+        RangeSource::Static => false,
+        RangeSource::Lloyd => bits > MOST_LLOYD_BITS,
+    }
+}
+
+/// Bits that a coefficient takes of each token's, its share of scale and zero included.
+fn cost(base: &BaseScheme, bits: u32) -> f64 {
+    let range = if stores_range(base, bits) { 2.0 * base.meta.bits() / base.flush.group as f64 } else { 0.0 };
+    f64::from(bits) + range
+}
+
+/// Expected squared error of a coefficient of unit variance, were it Gaussian.
+fn expected_error(base: &BaseScheme, bits: u32) -> f64 {
+    match base.ranges {
+        RangeSource::Lloyd if (1..=MOST_LLOYD_BITS).contains(&bits) => lloyd_max(bits).distortion,
+        _ => uniform_distortion(bits),
+    }
+}
+
+/// A step up of a coefficient: bits afterwards, what they cost more, and the error of a unit variance that they save.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Step {
+    bits: u32,
+    cost: f64,
+    gain: f64,
+}
+
+/// The steps along the lower convex hull of cost and error, so that each saves less for its cost than the one before.
+fn hull(base: &BaseScheme) -> Vec<Step> {
+    let (mut steps, mut at) = (Vec::new(), 0);
+    while at < MOST_POOLED_BITS {
+        let step = |bits: u32| Step {
+            bits,
+            cost: cost(base, bits) - cost(base, at),
+            gain: expected_error(base, at) - expected_error(base, bits),
+        };
+        let rate = |s: &Step| s.gain / s.cost;
+        let best = (at + 1..=MOST_POOLED_BITS).map(step).max_by(|a, b| rate(a).total_cmp(&rate(b)));
+        let Some(best) = best else { break };
+        at = best.bits;
+        steps.push(best);
+    }
+    steps
+}
+
+/// Bits of the coefficients of several heads out of one pool of `budget` code bits, scales and zeros counted: by largest gain for what it
+/// costs, ties to the first, until no step fits.
+///
+/// # Shapes
+/// `spread`: for each head variances times what their error costs, descending: as the result
+pub fn allocate_pool(base: &BaseScheme, spread: &[Vec<f64>], budget: f64) -> Vec<Vec<u32>> {
+    let steps = hull(base);
+    let each = spread.iter().enumerate().flat_map(|(h, of)| of.iter().enumerate().map(move |(i, s)| (h, i, *s)));
+    let mut all: Vec<(f64, usize, usize, Step)> =
+        each.flat_map(|(h, i, s)| steps.iter().map(move |step| (s * step.gain / step.cost, h, i, *step))).collect();
+    // Stable: the steps of a coefficient stay in order.
+    all.sort_by(|a, b| b.0.total_cmp(&a.0));
+    let mut bits: Vec<Vec<u32>> = spread.iter().map(|of| vec![0; of.len()]).collect();
+    // Costs are multiples of 1/1024 or so: what is left over by rounding is no bit.
+    let mut left = budget + 1e-6;
+    let before = |step: &Step| steps.iter().take_while(|s| s.bits < step.bits).last().map_or(0, |s| s.bits);
+    for (rate, head, i, step) in all {
+        if rate > 0.0 && step.cost <= left && bits[head][i] == before(&step) {
+            bits[head][i] = step.bits;
+            left -= step.cost;
+        }
+    }
+    bits
+}
+
+/// Factor on the half-width of a coefficient's min/max range, which 2^b equal cells divide, where there is no sample to choose it by: few
+/// levels are better spent on the middle. Of 128 Gaussian numbers it leaves cells of about [`uniform_step`] with 2 and 3 bits, and a
+/// third wider ones with 1.
 pub fn range_factor(bits: u32) -> f32 {
     if bits <= 2 { 0.8 } else { 0.95 }
 }
 
-/// The transforms of one layer's heads.
-fn fit_layer(base: &BaseScheme, keys: &KeyStatistics, layer: usize) -> Vec<HeadTransform> {
-    keys.moments_of(layer).par_iter().map(|moments| HeadTransform::fit(moments, base.bits)).collect()
+/// The transforms of all heads, `[layers, kv_heads]`.
+///
+/// # Panics
+/// If the statistics do not hold what the scheme needs ([`KeyStatistics::check`]).
+pub fn fit(base: &BaseScheme, keys: &KeyStatistics) -> Arc<Vec<HeadTransform>> {
+    // When tokens are coded plays no part, but for how many share a range.
+    keys.fits.of(base.to_string(), || {
+        let mut heads: Vec<HeadTransform> =
+            keys.moments.par_iter().map(|m| HeadTransform::coordinates(m, base.metric)).collect();
+        let width = keys.head_dim;
+        let bits = match base.pool {
+            Pool::Head => {
+                let own = |h: &HeadTransform| allocate(h.spread.as_slice(), budget(base.bits, width));
+                heads.par_iter().map(own).collect()
+            }
+            Pool::Model => {
+                let weighted: Vec<Vec<f64>> = heads.iter().map(HeadTransform::weighted).collect();
+                allocate_pool(base, &weighted, base.bits.mean() * (width * heads.len()) as f64)
+            }
+            Pool::Plan(budgets) => {
+                let own = |(h, bits): (&HeadTransform, &Bits)| {
+                    allocate_pool(base, &[h.weighted()], bits.mean() * width as f64).remove(0)
+                };
+                heads.par_iter().zip(budgets.bits().par_iter()).map(own).collect()
+            }
+        };
+        heads.iter_mut().zip(bits).for_each(|(head, bits)| head.bits = bits);
+        heads.par_iter_mut().zip(keys.moments.par_iter()).for_each(|(head, m)| head.fit_levels(m, base));
+        heads
+    })
 }
 
-/// Code bits per key element: codes, and scales and zeros of the coefficients that are stored, averaged over all layers and heads.
-pub fn code_bits(base: &BaseScheme, keys: &KeyStatistics) -> f64 {
-    let of_head = |moments: &HeadMoments| {
-        let head = HeadTransform::fit(moments, base.bits);
-        let codes = f64::from(head.bits.iter().sum::<u32>());
-        (codes + range_bits(base) * head.width() as f64) / head.bits.len() as f64
-    };
-    let all: Vec<f64> = keys.moments.par_iter().map(of_head).collect();
-    all.iter().sum::<f64>() / all.len() as f64
-}
-
-/// The most that [`code_bits`] can be: as many coefficients stored as there are bits for.
-pub fn most_code_bits(base: &BaseScheme, head_dim: usize) -> f64 {
-    let bits = budget(base.bits, head_dim);
-    (bits as f64 + range_bits(base) * bits.min(head_dim) as f64) / head_dim as f64
-}
-
-/// Bits of scale and zero for each coefficient of a token.
-fn range_bits(base: &BaseScheme) -> f64 {
-    match base.ranges {
-        RangeSource::Static => 0.0,
-        RangeSource::Group => 2.0 * base.meta.bits() / base.flush.group as f64,
+impl HeadTransform {
+    /// Variances times what a unit of their error costs.
+    fn weighted(&self) -> Vec<f64> {
+        self.spread.iter().map(|s| s * self.weight).collect()
     }
 }
 
-/// Transform coding of one layer's keys.
+/// Code bits per key element: codes, and scales and zeros of the coefficients that have some, averaged over all layers and heads.
+pub fn code_bits(base: &BaseScheme, keys: &KeyStatistics) -> f64 {
+    let heads = fit(base, keys);
+    heads.iter().map(|head| head.code_bits(base)).sum::<f64>() / heads.len() as f64
+}
+
+/// Keys or values that share a pool of bits with others.
+#[derive(Debug, Clone, Copy)]
+pub struct Member<'a> {
+    /// How they are coded.
+    pub base: &'a BaseScheme,
+    /// Their statistics.
+    pub statistics: &'a KeyStatistics,
+    /// What errors of each head cost beyond what the statistics say, `[layers, kv_heads]`: 1 where they are right.
+    pub factors: &'a [f64],
+}
+
+/// Code bits per element of each head, scales and zeros counted, where all members share `mean` bits per element; and what errors then
+/// cost by the statistics, Σ λ D(b), factors left out. For each member `[layers, kv_heads]`, row-major.
+///
+/// # Panics
+/// If members differ in what codes cost, or as [`metric`].
+pub fn shared_bits(members: &[Member<'_>], mean: f64) -> Vec<Vec<(f64, f64)>> {
+    let base = members[0].base;
+    assert!(members.iter().all(|m| hull(m.base) == hull(base)), "members of a pool pay alike");
+    let heads: Vec<(Vec<f64>, f64)> = members
+        .iter()
+        .flat_map(|m| m.statistics.moments.par_iter().zip(m.factors).map(|(own, f)| (HeadTransform::coordinates(own, m.base.metric).weighted(), *f)).collect::<Vec<_>>())
+        .collect();
+    let scaled: Vec<Vec<f64>> = heads.iter().map(|(of, factor)| of.iter().map(|s| s * factor).collect()).collect();
+    let elements: usize = scaled.iter().map(Vec::len).sum();
+    let bits = allocate_pool(base, &scaled, mean * elements as f64);
+    let of_head = |((spread, _), bits): (&(Vec<f64>, f64), &Vec<u32>)| {
+        let spent: f64 = bits.iter().map(|&b| cost(base, b)).sum();
+        let lost = spread.iter().zip(bits).map(|(s, &b)| s * expected_error(base, b)).sum();
+        (spent / bits.len() as f64, lost)
+    };
+    let mut all = heads.iter().zip(&bits).map(of_head);
+    members.iter().map(|m| all.by_ref().take(m.factors.len()).collect()).collect()
+}
+
+/// The most that [`code_bits`] can be: where heads have bits of their own, as many coefficients stored as there are bits for.
+pub fn most_code_bits(base: &BaseScheme, head_dim: usize) -> f64 {
+    if base.pool != Pool::Head {
+        return base.bits.mean();
+    }
+    let bits = budget(base.bits, head_dim);
+    let range = |b: u32| cost(base, b) - f64::from(b);
+    // Under `lloyd` a range comes with the fourth bit.
+    let with_range = (1..=MOST_KLT_BITS).find(|b| stores_range(base, *b)).map_or(0, |b| bits / b as usize);
+    (bits as f64 + range(MOST_KLT_BITS) * with_range.min(head_dim) as f64) / head_dim as f64
+}
+
+/// Transform coding of one layer's keys or values.
 #[derive(Module, Debug)]
 pub(crate) struct Transform {
     /// A of each head: `[kv_heads, head_dim, head_dim]`
@@ -136,8 +418,12 @@ pub(crate) struct Transform {
     synthesis: Tensor<3>,
     /// 2^b − 1 of each coefficient: `[1, kv_heads, 1, 1, head_dim]`
     top: Tensor<5>,
-    /// Under `ranges=group` the factor on each range, under `ranges=static` each step; as `top`.
+    /// Where a range is stored the factor on it, else each step; as `top`.
     measure: Tensor<5>,
+    /// 1 where a range is stored, as `top`; `None` where all are or none is.
+    ranged: Option<Tensor<5>>,
+    /// Levels of `lloyd`, where no range is stored.
+    table: Option<Table>,
     #[module(skip)]
     bits: Arc<[Vec<u32>]>,
     #[module(skip)]
@@ -148,18 +434,45 @@ pub(crate) struct Transform {
     meta: Meta,
 }
 
+/// Levels of each coefficient, as sums of steps over thresholds; `[1, kv_heads, 1, 1, head_dim]` each.
+#[derive(Module, Debug)]
+struct Table {
+    lowest: Tensor<5>,
+    /// Thresholds, infinite where a coefficient has no more levels.
+    thresholds: Vec<Tensor<5>>,
+    steps: Vec<Tensor<5>>,
+    /// Standard deviations.
+    spread: Tensor<5>,
+    /// Levels of a unit variance by head, bits − 1 and code.
+    #[module(skip)]
+    unit: Arc<[Vec<Vec<f64>>]>,
+}
+
 /// Codes of coefficients, `[batch, heads, groups, G, width]`, and what turns them back.
 struct Coded {
     codes: Tensor<5>,
+    /// What they read back as.
+    read: Tensor<5>,
     scale: Tensor<5>,
     zero: Tensor<5>,
     inside: Tensor<5, Bool>,
 }
 
+/// What coefficients are packed as.
+pub(crate) struct Packed {
+    /// Bits of each head's coefficients that have no range stored, and those that have: `[kv_heads][head_dim]`
+    pub bits: [Vec<Vec<u32>>; 2],
+    /// Scale and zero where no range is stored: `[kv_heads, head_dim]`
+    pub fixed: (Vec<f32>, Vec<f32>),
+    /// Levels that codes stand for where no range is stored, by head, bits − 1 and code.
+    pub levels: Option<Arc<[Vec<Vec<f64>>]>>,
+}
+
 impl Transform {
     pub fn new(base: &BaseScheme, keys: &KeyStatistics, layer: usize, device: &Device) -> Self {
         let (heads, d) = (keys.kv_heads, keys.head_dim);
-        let fitted = fit_layer(base, keys, layer);
+        let all = fit(base, keys);
+        let fitted = &all[layer * heads..(layer + 1) * heads];
         let matrix = |pick: &dyn Fn(&HeadTransform) -> &DMatrix<f64>| {
             // Transposed, column-major is row-major.
             let all: Vec<f32> =
@@ -170,26 +483,45 @@ impl Transform {
             let all: Vec<f32> = fitted.iter().flat_map(|f| (0..d).map(move |i| of(f, i) as f32)).collect();
             Tensor::from_data(TensorData::new(all, [1, heads, 1, 1, d]), device)
         };
-        let measure = |f: &HeadTransform, i: usize| match (base.ranges, f.bits[i]) {
-            (_, 0) => 0.0,
-            (RangeSource::Group, b) => f64::from((range_factor(b) * base.range).min(1.0)),
-            (RangeSource::Static, b) => uniform_step(b) * f.spread[i].sqrt() * f64::from(base.range),
+        let range = f64::from(base.range);
+        let measure = |f: &HeadTransform, i: usize| match f.bits[i] {
+            0 => 0.0,
+            b if stores_range(base, b) => f.factors[b as usize] * range,
+            b => uniform_step(b) * f.spread[i].sqrt() * range,
         };
+        let levels = |f: &HeadTransform, i: usize| match f.bits[i] {
+            b @ 1..=MOST_LLOYD_BITS => {
+                let size = f.spread[i].sqrt() * range;
+                f.levels[b as usize - 1].iter().map(|l| l * size).collect()
+            }
+            _ => vec![0.0],
+        };
+        let table = || Table {
+            lowest: each(&|f, i| levels(f, i)[0]),
+            thresholds: (1..1usize << MOST_LLOYD_BITS)
+                .map(|k| {
+                    each(&|f, i| levels(f, i).get(k - 1..=k).map_or(f64::from(f32::MAX), |l| 0.5 * (l[0] + l[1])))
+                })
+                .collect(),
+            steps: (1..1usize << MOST_LLOYD_BITS)
+                .map(|k| each(&|f, i| levels(f, i).get(k - 1..=k).map_or(0.0, |l| l[1] - l[0])))
+                .collect(),
+            spread: each(&|f, i| f.spread[i].sqrt() * range),
+            unit: fitted.iter().map(|f| f.levels.clone()).collect(),
+        };
+        let lloyd = base.ranges == RangeSource::Lloyd;
         Self {
             analysis: matrix(&|f| &f.analysis),
             synthesis: matrix(&|f| &f.synthesis),
             top: each(&|f, i| f64::from((1u32 << f.bits[i]) - 1)),
             measure: each(&measure),
+            ranged: lloyd.then(|| each(&|f, i| f64::from(u8::from(stores_range(base, f.bits[i]))))),
+            table: lloyd.then(table),
             bits: fitted.iter().map(|f| f.bits.clone()).collect(),
             ranges: base.ranges,
             group: base.flush.group,
             meta: base.meta,
         }
-    }
-
-    /// Bits of each head's coefficients, descending.
-    pub fn bits(&self) -> &[Vec<u32>] {
-        &self.bits
     }
 
     /// Sᵀ of each head, which turns a query to the coefficients that it meets: `[kv_heads, head_dim, head_dim]`.
@@ -200,7 +532,12 @@ impl Transform {
     /// Everything that decides what codes mean.
     pub fn constants(&self) -> Vec<Tensor<1>> {
         let flat = |x: &Tensor<5>| x.clone().flatten(0, 4);
-        vec![self.synthesis.clone().flatten(0, 2), flat(&self.top), flat(&self.measure)]
+        let mut all = vec![self.synthesis.clone().flatten(0, 2), flat(&self.top), flat(&self.measure)];
+        if let Some(table) = &self.table {
+            all.push(flat(&table.lowest));
+            all.extend(table.steps.iter().map(flat));
+        }
+        all
     }
 
     /// One product for each group, so that a group's codes do not depend on how many groups are coded together.
@@ -223,7 +560,7 @@ impl Transform {
         let shape = keys.dims();
         let read = straight_through(self.coefficients(keys), |y| {
             let coded = self.code(y);
-            (coded.codes * coded.scale + coded.zero, coded.inside)
+            (coded.read, coded.inside)
         });
         Self::product(read, self.query_side()).reshape(shape)
     }
@@ -234,14 +571,28 @@ impl Transform {
         let coded = self.code(self.coefficients(keys));
         let ranges = |x: Tensor<5>| match self.ranges {
             RangeSource::Static => None,
-            RangeSource::Group => Some(x.reshape([b, h, n / self.group, d])),
+            RangeSource::Group | RangeSource::Lloyd => Some(x.reshape([b, h, n / self.group, d])),
         };
         Stored { codes: coded.codes.reshape(shape), scale: ranges(coded.scale), zero: ranges(coded.zero) }
     }
 
-    /// Steps of static grids and the values of their code 0: `[kv_heads, head_dim]` each; `None` where ranges are stored.
-    pub fn fixed_ranges(&self) -> Option<(Tensor<5>, Tensor<5>)> {
-        (self.ranges == RangeSource::Static).then(|| (self.measure.clone(), self.lowest()))
+    /// How coefficients are packed.
+    pub fn packed(&self) -> Packed {
+        let with_range = |b: u32| match self.ranges {
+            RangeSource::Group => true,
+            RangeSource::Static => false,
+            RangeSource::Lloyd => b > MOST_LLOYD_BITS,
+        };
+        let part = |ranged: bool| -> Vec<Vec<u32>> {
+            let own = |b: &u32| if with_range(*b) == ranged { *b } else { 0 };
+            self.bits.iter().map(|bits| bits.iter().map(own).collect()).collect()
+        };
+        let host = |x: Tensor<5>| x.into_data_as::<f32>().try_to_vec::<f32>().expect("converted to f32");
+        let fixed = match &self.table {
+            None => (host(self.measure.clone()), host(self.lowest())),
+            Some(table) => (host(table.spread.clone()), vec![0.0; self.bits.len() * self.bits[0].len()]),
+        };
+        Packed { bits: [part(false), part(true)], fixed, levels: self.table.as_ref().map(|t| t.unit.clone()) }
     }
 
     /// −(2^{b−1} − ½)Δ
@@ -250,11 +601,29 @@ impl Transform {
     }
 
     fn code(&self, y: Tensor<5>) -> Coded {
+        let ranged = |y| self.code_ranged(y);
+        match (&self.ranged, &self.table) {
+            (Some(mask), Some(table)) => {
+                let (one, other) = (ranged(y.clone()), table.code(y.clone()));
+                let mask = mask.clone().greater_elem(0.5).expand(y.shape());
+                Coded {
+                    codes: other.codes.mask_where(mask.clone(), one.codes),
+                    read: other.read.mask_where(mask.clone(), one.read),
+                    inside: mask.clone().bool_and(one.inside).bool_or(mask.bool_not().bool_and(other.inside)),
+                    scale: one.scale,
+                    zero: one.zero,
+                }
+            }
+            _ => ranged(y),
+        }
+    }
+
+    fn code_ranged(&self, y: Tensor<5>) -> Coded {
         let dtype = float_dtype(y.dtype());
         let (top, measure) = (self.top.clone().cast(dtype), self.measure.clone().cast(dtype));
         let (scale, zero) = match self.ranges {
             RangeSource::Static => (measure, self.lowest().cast(dtype)),
-            RangeSource::Group => {
+            RangeSource::Group | RangeSource::Lloyd => {
                 let (low, high) = (y.clone().min_dim(3), y.clone().max_dim(3));
                 let middle = (high.clone() + low.clone()).mul_scalar(0.5);
                 let width = (high - low) * measure;
@@ -279,7 +648,31 @@ impl Transform {
         let inside = y.clone().greater_equal((zero.clone() - edge).expand(shape.clone()));
         let inside = inside.bool_and(y.lower_equal(high.expand(shape.clone())));
         let inside = inside.bool_and(top.greater_elem(0.0).expand(shape));
-        Coded { codes, scale, zero, inside }
+        let read = codes.clone() * scale.clone() + zero.clone();
+        Coded { codes, read, scale, zero, inside }
+    }
+}
+
+impl Table {
+    fn code(&self, y: Tensor<5>) -> Coded {
+        let (shape, dtype) = (y.shape(), float_dtype(y.dtype()));
+        let cast = |x: &Tensor<5>| x.clone().cast(dtype);
+        let mut codes = y.zeros_like();
+        let mut read = cast(&self.lowest).expand(shape.clone());
+        let mut outermost = (cast(&self.lowest), cast(&self.lowest));
+        for (threshold, step) in self.thresholds.iter().zip(&self.steps) {
+            let above = y.clone().greater(cast(threshold).expand(shape.clone())).float().cast(dtype);
+            codes = codes + above.clone();
+            read = read + above * cast(step);
+            outermost.1 = outermost.1 + cast(step);
+        }
+        // Outermost levels stand for what lies as far outside as their neighbours lie inside, at least.
+        let edge = cast(&self.steps[0]).mul_scalar(0.5);
+        let low = (outermost.0 - edge.clone()).expand(shape.clone());
+        let high = (outermost.1 + edge).expand(shape);
+        let inside = y.clone().greater(low).bool_and(y.lower(high));
+        let nothing = cast(&self.lowest).zeros_like();
+        Coded { codes, read, scale: nothing.clone(), zero: nothing, inside }
     }
 }
 
@@ -295,7 +688,7 @@ mod tests {
             let x = DMatrix::from_fn(width, rank, |i, j| f64::from(x[i * rank + j]) * (1.0 + (i * 5 % 7) as f64 / 3.0));
             &x * x.transpose() / rank as f64
         };
-        HeadMoments { queries: second(ranks[0], seed), keys: second(ranks[1], seed + 1000) }
+        HeadMoments::new(second(ranks[0], seed), second(ranks[1], seed + 1000))
     }
 
     fn statistics(moments: Vec<HeadMoments>, mean: f32) -> KeyStatistics {
@@ -308,6 +701,8 @@ mod tests {
             deviation: all.clone(),
             rms: all,
             moments: moments.into(),
+            values: None,
+            fits: Default::default(),
         }
     }
 
@@ -344,7 +739,7 @@ mod tests {
     #[test]
     fn coefficients_are_uncorrelated_and_their_error_is_score_error() {
         let moments = moments(12, [12, 12], 1);
-        let head = HeadTransform::fit(&moments, Bits::whole(2));
+        let head = HeadTransform::fit(&moments, &"klt-2".parse().unwrap());
         let identity = DMatrix::identity(12, 12);
         assert!((head.analysis.transpose() * &head.synthesis - &identity).abs().max() < 1e-9);
         let variances = head.analysis.transpose() * &moments.keys * &head.analysis;
@@ -362,7 +757,7 @@ mod tests {
             let head = moments(width, [width, width], width as u64);
             for mean in ["klt-0.25", "klt-0.5", "klt-1", "klt-1.5", "klt-2.25", "klt-3.333", "klt-6"] {
                 let base: BaseScheme = mean.parse().unwrap();
-                let bits = HeadTransform::fit(&head, base.bits).bits;
+                let bits = HeadTransform::fit(&head, &base).bits;
                 let exact = base.bits.mean() * width as f64;
                 assert_eq!(f64::from(bits.iter().sum::<u32>()), (exact + 1e-9).floor(), "{mean} of {width}");
                 assert!(bits.is_sorted_by(|a, b| a >= b) && bits.iter().all(|b| *b <= MOST_KLT_BITS));
@@ -387,7 +782,7 @@ mod tests {
             let scheme = format!("klt-{bits}(g=64,r=0,ranges=static)");
             let keys = rows(&moments.keys, 8192, 7 + seed);
             let read = quantizer(&scheme, &moments, &device).read_back(tensor(&keys, &device));
-            let head = HeadTransform::fit(&moments, scheme.parse::<BaseScheme>().unwrap().bits);
+            let head = HeadTransform::fit(&moments, &scheme.parse().unwrap());
             let predicted = head.distortion() * moments.queries.trace() / 16.0;
             let measured = score_error(&keys, read, &moments.queries);
             assert!((measured / predicted - 1.0).abs() < 0.1, "{scheme}: {measured} for {predicted}");
@@ -417,7 +812,7 @@ mod tests {
             let base: BaseScheme = scheme.parse().unwrap();
             let meta = 2.0 * base.meta.bits() / base.flush.group as f64;
             let of_head = |m: &HeadMoments| {
-                let stored: Vec<u32> = HeadTransform::fit(m, base.bits).bits.into_iter().filter(|b| *b > 0).collect();
+                let stored: Vec<u32> = HeadTransform::fit(m, &base).bits.into_iter().filter(|b| *b > 0).collect();
                 let ranges = if base.ranges == RangeSource::Static { 0.0 } else { meta * stored.len() as f64 };
                 (f64::from(stored.iter().sum::<u32>()) + ranges) / 16.0
             };
@@ -433,10 +828,10 @@ mod tests {
         let zero = DMatrix::zeros(8, 8);
         let deficient = moments(8, [1, 2], 3);
         for moments in [
-            HeadMoments { queries: zero.clone(), keys: zero.clone() },
-            HeadMoments { queries: zero.clone(), keys: deficient.keys.clone() },
-            HeadMoments { queries: deficient.queries.clone(), keys: zero },
-            HeadMoments { queries: deficient.queries.clone() * 1e-30, keys: deficient.keys.clone() * 1e20 },
+            HeadMoments::new(zero.clone(), zero.clone()),
+            HeadMoments::new(zero.clone(), deficient.keys.clone()),
+            HeadMoments::new(deficient.queries.clone(), zero),
+            HeadMoments::new(deficient.queries.clone() * 1e-30, deficient.keys.clone() * 1e20),
             deficient,
         ] {
             for scheme in ["klt-2(g=4)", "klt-0.25(g=4)", "klt-6(g=4,meta=f32)", "klt-2(g=4,ranges=static)"] {
@@ -466,7 +861,7 @@ mod tests {
             let gradient = tracked.grad(&(read * weights.clone().autodiff()).sum().backward()).unwrap();
             let gradient: Vec<f32> = gradient.try_into_vec_as().unwrap();
             let weights: Vec<f32> = weights.try_into_vec_as().unwrap();
-            let head = HeadTransform::fit(&moments, base.bits);
+            let head = HeadTransform::fit(&moments, &base);
             let y: Vec<DVector<f64>> = keys.iter().map(|k| head.analysis.transpose() * k).collect();
             let (mut seen, mut sure) = ([0; 2], 0);
             for t in 0..16 {
@@ -486,7 +881,7 @@ mod tests {
                     let (low, high) =
                         (column.clone().fold(f64::INFINITY, f64::min), column.fold(f64::NEG_INFINITY, f64::max));
                     let (middle, half) = match base.ranges {
-                        RangeSource::Group => {
+                        RangeSource::Group | RangeSource::Lloyd => {
                             let factor = f64::from(range_factor(head.bits[i]) * base.range);
                             ((low + high) / 2.0, factor * (high - low) / 2.0)
                         }
@@ -504,5 +899,179 @@ mod tests {
             }
             assert!(seen[0] > 5 && seen[1] > 5 && sure > 60, "{scheme}: {seen:?} {sure}");
         }
+    }
+
+    /// Heads whose errors cost unlike much, with gradients and samples of sines, which rotated channels are.
+    fn heads(width: usize, count: usize) -> KeyStatistics {
+        let head = |i: usize| {
+            let own = moments(width, [width, width], 70 + i as u64);
+            let gradients = moments(width, [width, width], 90 + i as u64).queries * 10f64.powi(i as i32 % 3 - 1);
+            let tokens = 1024;
+            let scale = |c: usize| own.keys[(c, c)].sqrt() * 2f64.sqrt();
+            let wave = |t: usize, c: usize| (t as f64 * (0.9 / (1.0 + c as f64)) + c as f64 * 1.7).sin() * scale(c);
+            let sample = (0..tokens * width).map(|at| wave(at / width, at % width) as f32).collect();
+            // Their own covariance, so that calibrated variances are those of the sample.
+            let rows = DMatrix::from_fn(width, tokens, |c, t| wave(t, c));
+            HeadMoments { keys: &rows * rows.transpose() / tokens as f64, gradients: Some(gradients), sample, ..own }
+        };
+        let all: Vec<HeadMoments> = (0..count).map(head).collect();
+        KeyStatistics { kv_heads: 2, ..statistics(all, 0.0) }
+    }
+
+    fn scheme(text: &str) -> BaseScheme {
+        text.parse().unwrap()
+    }
+
+    #[test]
+    fn a_pool_spends_its_budget_where_errors_cost_most() {
+        let keys = heads(8, 6);
+        for text in ["klt-1", "klt-2.25", "klt-0.5", "klt-4.5", "klt-7"] {
+            for options in ["g=128,ranges=static", "g=128,ranges=lloyd", "g=32", "g=128,ranges=lloyd,meta=f32"] {
+                let base = scheme(&format!("{text}({options},metric=fisher,pool=model)"));
+                let fitted = fit(&base, &keys);
+                let (found, asked) = (code_bits(&base, &keys), base.bits.mean());
+                // No step costs more than eight bits and a range, of 48 coefficients; whole bits are spent to the last.
+                assert!(found <= asked + 1e-6 && asked - found < 9.5 / 48.0, "{base}: {found}");
+                if base.ranges == RangeSource::Static {
+                    assert_eq!((found * 48.0).round(), (asked * 48.0).floor(), "{base}");
+                }
+                assert!(found <= most_code_bits(&base, 8) + 1e-9);
+                // Nobody gains by passing on a bit: the least that was saved by the last is no less than the most that the next would.
+                let steps = hull(&base);
+                let rates = |head: &HeadTransform, i: usize| {
+                    let at = steps.iter().position(|s| s.bits > head.bits[i]).unwrap_or(steps.len());
+                    let rate = |s: &Step| head.spread[i] * head.weight * s.gain / s.cost;
+                    (at.checked_sub(1).map_or(f64::INFINITY, |at| rate(&steps[at])), steps.get(at).map(rate), steps.get(at))
+                };
+                let all = || fitted.iter().flat_map(|h| (0..8).map(move |i| (h, i))).map(|(h, i)| rates(h, i));
+                let taken = all().map(|r| r.0).fold(f64::INFINITY, f64::min);
+                let left = (asked - found) * 48.0;
+                let open = all().filter(|r| r.2.is_some_and(|s| s.cost <= left + 1e-9)).filter_map(|r| r.1);
+                assert!(open.fold(0.0, f64::max) <= taken * (1.0 + 1e-9), "{base}");
+                assert!(fitted.iter().all(|h| h.bits.is_sorted_by(|a, b| a >= b)));
+            }
+        }
+        // Against all ways of spending whole bits.
+        let base = scheme("klt-1(ranges=static)");
+        for (spread, budget) in [([9.0, 4.0, 1.0, 0.3], 7.0), ([1.0, 1.0, 1.0, 1.0], 6.0), ([1e6, 1.0, 0.1, 0.0], 9.0)] {
+            let split = vec![spread[..2].to_vec(), spread[2..].to_vec()];
+            let cost = |b: &[u32]| spread.iter().zip(b).map(|(s, b)| s * uniform_distortion(*b)).sum::<f64>();
+            let all = (0..9u32.pow(4)).map(|i| [i % 9, i / 9 % 9, i / 81 % 9, i / 729]);
+            let best = all.filter(|b| f64::from(b.iter().sum::<u32>()) <= budget).map(|b| cost(&b)).fold(f64::MAX, f64::min);
+            let found = allocate_pool(&base, &split, budget).concat();
+            assert!(cost(&found) <= best * (1.0 + 1e-12), "{spread:?}: {found:?}");
+        }
+    }
+
+    #[test]
+    fn bits_by_head_in_a_file_are_those_of_the_pool() {
+        let (keys, values) = (heads(8, 6), heads(8, 4));
+        for options in ["g=128,ranges=static", "g=128,ranges=lloyd", "g=32"] {
+            let base = scheme(&format!("klt-1.7({options},metric=fisher,pool=model)"));
+            let one = vec![1.0; 6];
+            let shared = shared_bits(&[Member { base: &base, statistics: &keys, factors: &one }], 1.7);
+            let bits = shared[0].iter().map(|(bits, _)| Bits::nearest((bits * 1000.0).ceil() / 1000.0)).collect();
+            let budgets = crate::scheme::HeadBudgets::interned(bits);
+            let planned = BaseScheme { bits: budgets.mean(), pool: Pool::Plan(budgets), ..base };
+            assert_eq!(planned.to_string().parse::<BaseScheme>().unwrap(), planned);
+            let (a, b) = (fit(&base, &keys), fit(&planned, &keys));
+            assert!(a.iter().zip(b.iter()).all(|(a, b)| a == b), "{base}");
+            // Errors that count more get more bits, at the expense of others.
+            let dear = vec![10.0; 4];
+            let with = |factors: &[f64]| {
+                let members = [
+                    Member { base: &base, statistics: &keys, factors: &one },
+                    Member { base: &base, statistics: &values, factors },
+                ];
+                let of = |all: &[(f64, f64)]| all.iter().map(|(bits, _)| bits).sum::<f64>();
+                let shared = shared_bits(&members, 1.7);
+                [of(&shared[0]), of(&shared[1])]
+            };
+            let (plain, more) = (with(&[1.0; 4]), with(&dear));
+            assert!(more[1] > plain[1] + 0.5 && more[0] < plain[0] - 0.5, "{plain:?} {more:?}");
+            assert!((plain[0] + plain[1]) / 10.0 <= 1.7 + 1e-9 && (plain[0] + plain[1]) / 10.0 > 1.55);
+        }
+    }
+
+    #[test]
+    fn the_metric_of_gradients_is_in_nats_whatever_their_size() {
+        let keys = heads(6, 2);
+        let own = &keys.moments[0];
+        let m = metric(own, Metric::Fisher);
+        let cost = own.gradients.as_ref().unwrap().trace();
+        assert!((m.trace() / cost - 1.0).abs() < 1e-12);
+        let times = |factor: f64| HeadMoments { gradients: own.gradients.clone().map(|g| g * factor), ..own.clone() };
+        let base = scheme("klt-2(metric=fisher)");
+        let (one, other) = (HeadTransform::fit(own, &base), HeadTransform::fit(&times(1e-8), &base));
+        assert!((other.weight / one.weight / 1e-8 - 1.0).abs() < 1e-9);
+        assert!((&one.spread - &other.spread).abs().max() < 1e-9 * one.spread[0]);
+        // Where queries and gradients agree, the metric is theirs but for the floor.
+        let same = HeadMoments { gradients: Some(own.queries.clone() * 3.0), ..own.clone() };
+        let floor = DMatrix::identity(6, 6) * (0.05 * 3.0 * own.queries.trace() / 6.0);
+        assert!((metric(&same, Metric::Fisher) - &own.queries * (0.95 * 3.0) - floor).abs().max() < 1e-9);
+        // No gradients at all: errors cost nothing, and nothing breaks.
+        assert_eq!(metric(&times(0.0), Metric::Fisher).abs().max(), 0.0);
+        assert_eq!(HeadTransform::fit(&times(0.0), &base).weight, 0.0);
+    }
+
+    #[test]
+    fn levels_and_factors_of_a_sample_fit_it_better_than_those_for_gaussians() {
+        let device = Device::flex();
+        let keys = heads(8, 2);
+        let plain: Vec<HeadMoments> = keys.moments.iter().map(|m| HeadMoments { sample: Vec::new(), ..m.clone() }).collect();
+        let gaussian = KeyStatistics { moments: plain.into(), fits: Default::default(), ..keys.clone() };
+        for text in ["klt-1(g=128,ranges=lloyd)", "klt-2(g=128,ranges=lloyd)", "klt-1(g=128)", "klt-2(g=64)"] {
+            let base = scheme(text);
+            let rows: Vec<f32> = keys.moments.iter().flat_map(|m| m.sample.clone()).collect();
+            let x = Tensor::<4>::from_data(TensorData::new(rows, [1, 2, 1024, 8]), &device);
+            let error = |keys: &KeyStatistics| -> f64 {
+                let fitted = fit(&base, keys);
+                let e: Vec<f32> = (BaseQuantizer::calibrated(base, keys, 0, &device).read_back(x.clone()) - x.clone())
+                    .try_into_vec_as()
+                    .unwrap();
+                let of = |(i, e): (usize, &[f32])| {
+                    let e = DVector::from_iterator(8, e.iter().map(|v| f64::from(*v)));
+                    (fitted[i / 1024].analysis.transpose() * e).norm_squared()
+                };
+                e.chunks(8).enumerate().map(of).sum()
+            };
+            let (own, other) = (error(&keys), error(&gaussian));
+            assert!(own < 0.97 * other, "{text}: {own} and {other}");
+        }
+        // Lloyd's conditions: each level is the mean of the numbers that are nearest to it.
+        let numbers: Vec<(f64, f64)> = (0..2000).map(|i| ((i as f64 * 0.37).sin() * 1.4, 1.0 + (i % 3) as f64)).collect();
+        let levels = lloyd(numbers.clone(), lloyd_max(3).levels.clone());
+        for (i, level) in levels.iter().enumerate() {
+            let nearest = |x: f64| (0..8).min_by(|a, b| (levels[*a] - x).abs().total_cmp(&(levels[*b] - x).abs())).unwrap();
+            let own = numbers.iter().filter(|(x, _)| nearest(*x) == i);
+            let (sum, weight) = own.fold((0.0, 0.0), |(s, w), (x, own)| (s + x * own, w + own));
+            assert!((sum / weight - level).abs() < 1e-3, "{levels:?}");
+        }
+    }
+
+    /// Level by level, from the definition.
+    #[test]
+    fn looked_up_levels_are_the_nearest() {
+        let device = Device::flex();
+        let keys = heads(8, 2);
+        let base = scheme("klt-2.5(g=128,ranges=lloyd,metric=fisher)");
+        let fitted = fit(&base, &keys);
+        let x = crate::normal([1, 2, 128, 8], 3, &device) * 3.0;
+        let quantizer = BaseQuantizer::calibrated(base, &keys, 0, &device);
+        let (host, read): (Vec<f32>, Vec<f32>) =
+            (x.clone().try_into_vec_as().unwrap(), quantizer.read_back(x).try_into_vec_as().unwrap());
+        let vector = |all: &[f32], at: usize| DVector::from_iterator(8, all[at * 8..(at + 1) * 8].iter().map(|v| f64::from(*v)));
+        let mut looked_up = 0;
+        for (at, head) in (0..256).map(|at| (at, &fitted[at / 128])) {
+            let y = head.analysis.transpose() * vector(&host, at);
+            let back = head.synthesis.clone().try_inverse().unwrap() * vector(&read, at);
+            for i in (0..8).filter(|&i| (1..=MOST_LLOYD_BITS).contains(&head.bits[i])) {
+                let levels = head.levels[head.bits[i] as usize - 1].iter().map(|l| l * head.spread[i].sqrt());
+                let nearest = levels.min_by(|a, b| (a - y[i]).abs().total_cmp(&(b - y[i]).abs())).unwrap();
+                assert!((back[i] - nearest).abs() < 1e-4 * head.spread[0].sqrt(), "{} {nearest}", back[i]);
+                looked_up += 1;
+            }
+        }
+        assert!(looked_up > 500);
     }
 }

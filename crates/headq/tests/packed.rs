@@ -4,6 +4,8 @@
 
 mod common;
 
+use std::sync::Arc;
+
 use burn::tensor::{Device, Tensor, TensorData};
 use common::{SCHEMES, basis, key_statistics, modules, normal, teacher_forced};
 use headq::budget::{Budget, HeadShape};
@@ -272,6 +274,8 @@ fn bytes_are_those_of_the_accounting() {
         "klt-1.5(g=128,r=128)+score-optimal(rank=4,bits=2)/token-2(c=32)",
         "klt-1(g=128,r=124,meta=f32)/token-2(c=32)",
         "klt-2(g=32,r=32,ranges=static)",
+        "klt-3(g=128,r=128,ranges=lloyd,metric=fisher)/klt-4(ranges=lloyd)",
+        "dense/klt-2(g=128,r=124)",
         "dense/token-2(c=32)",
         "dense",
     ] {
@@ -309,6 +313,8 @@ fn a_saved_cache_loads_bit_for_bit_and_anything_else_is_refused() {
         "grid-2(g=1,r=1)",
         "klt-1.5(g=8,r=5)+query-pca(rank=4,bits=4)",
         "klt-2(g=4,r=5,ranges=static)",
+        "klt-4(g=4,r=5,ranges=lloyd,metric=fisher)/klt-4(ranges=lloyd)",
+        "dense/klt-2.5(g=8,r=5)",
         "dense",
     ] {
         let case = Case::new(scheme, (4, 2, None), 16, 60);
@@ -356,7 +362,14 @@ fn a_saved_cache_loads_bit_for_bit_and_anything_else_is_refused() {
 #[test]
 fn a_cache_of_another_calibration_is_refused() {
     let folder = tempfile::tempdir().unwrap();
-    for scheme in ["klt-2(g=8,r=5)", "klt-2(g=8,r=5,ranges=static)", "grid-2(g=8,r=5)", "kivi-2(g=8,r=5,center)"] {
+    for scheme in [
+        "klt-2(g=8,r=5)",
+        "klt-2(g=8,r=5,ranges=static)",
+        "klt-2(g=8,r=5,ranges=lloyd,metric=fisher)",
+        "dense/klt-2(g=8,r=5,ranges=lloyd)",
+        "grid-2(g=8,r=5)",
+        "kivi-2(g=8,r=5,center)",
+    ] {
         let case = Case::new(scheme, (4, 2, None), 16, 40);
         let path = folder.path().join("cache.safetensors");
         let mut cache = case.cache(DenseType::F16, 0);
@@ -364,7 +377,11 @@ fn a_cache_of_another_calibration_is_refused() {
         cache.save(&path, "model").unwrap();
         let mut keys = key_statistics(2, 16);
         [&mut keys.mean, &mut keys.deviation, &mut keys.rms].into_iter().flatten().for_each(|x| *x *= 1.5);
-        keys.moments = keys.moments.iter().rev().cloned().collect();
+        let reversed = |keys: &headq::KeyStatistics| keys.moments.iter().rev().cloned().collect();
+        keys.moments = reversed(&keys);
+        let values = keys.values.as_ref().unwrap();
+        keys.values = Some(Arc::new(headq::KeyStatistics { moments: reversed(values), ..(**values).clone() }));
+        keys.fits = Default::default();
         let module = headq::HeadqAttention::calibrated(case.scheme, None, Some(&keys), 0, &Device::flex());
         let error = PackedCache::load(&path, "model", vec![module], case.shape()).unwrap_err().to_string();
         assert!(error.contains("calibration is") && error.contains("belongs to something else"), "{error}");

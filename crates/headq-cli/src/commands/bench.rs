@@ -14,7 +14,7 @@ use crate::args::Bench;
 
 pub fn run(context: &Context, args: &Bench) -> Result<(), LabError> {
     for scheme in &args.scheme {
-        scheme.parse::<headq::Scheme>()?;
+        headq_lab::scheme_file::resolve(scheme)?;
     }
     if let (Some(out), Some(plot)) = (&args.out, &args.plot)
         && same_place(out, plot)

@@ -19,6 +19,7 @@ pub fn run(context: &Context, args: &Calibrate) -> Result<(), LabError> {
         &windows,
         args.text.add_bos,
         base,
+        args.gradients.then(|| context.seed()),
         context.threads,
         &context.bars,
     )?;

@@ -2,6 +2,7 @@
 
 use headq_lab::artifact::{Output, check_writable, write_atomic};
 use headq_lab::evaluate::{Forget, Request, Sources};
+use headq_lab::scheme_file::resolve;
 use headq_lab::{LabError, report};
 
 use super::Context;
@@ -9,7 +10,7 @@ use crate::args::Eval;
 
 pub fn run(context: &Context, args: &Eval) -> Result<(), LabError> {
     for scheme in &args.scheme {
-        scheme.parse::<headq::Scheme>()?;
+        resolve(scheme)?;
     }
     let decode = args.decode.then_some(args.cache_dtype);
     let (loaded, windows) = context.load(&args.model, &args.text)?;

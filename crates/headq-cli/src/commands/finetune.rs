@@ -2,7 +2,6 @@
 
 use std::path::PathBuf;
 
-use headq::Scheme;
 use headq_lab::LabError;
 use headq_lab::artifact::{Output, StatsArtifact, check_writable};
 use headq_lab::finetune::{Finetuned, Request, Settings, check_scheme};
@@ -11,7 +10,7 @@ use super::Context;
 use crate::args::{Finetune, TextArgs};
 
 pub fn run(context: &Context, args: &Finetune) -> Result<(), LabError> {
-    let scheme: Scheme = args.scheme.parse()?;
+    let scheme = headq_lab::scheme_file::resolve(&args.scheme)?;
     let settings = settings(args);
     settings.check().map_err(|e| LabError::Usage(format!("--{}", e.replacen('_', "-", 1))))?;
     if args.held_out == 0 {

@@ -13,7 +13,7 @@ use crate::args::Generate;
 
 pub fn run(context: &Context, args: &Generate) -> Result<(), LabError> {
     // What needs no model first.
-    args.scheme.parse::<headq::Scheme>()?;
+    headq_lab::scheme_file::resolve(&args.scheme)?;
     let sampling = sampling(args);
     sampling.check()?;
     if args.stop.iter().any(String::is_empty) {

@@ -13,6 +13,7 @@ pub mod inspect;
 pub mod pull;
 pub mod report;
 pub mod run;
+pub mod search;
 pub mod serve;
 pub mod suite;
 

@@ -43,7 +43,7 @@ impl Asked {
     /// As [`Asked::new`].
     pub fn with_training<P: AsRef<Path>>(scheme: &str, files: &[P], families: &[String]) -> Result<Self, LabError> {
         let usage = |reason: String| Err(LabError::Usage(reason));
-        let scheme: Scheme = scheme.parse()?;
+        let scheme = crate::scheme_file::resolve(scheme)?;
         let Some((key, side)) = scheme.key.and_then(|key| Some((key, key.side?))) else {
             return usage(format!(
                 "scheme '{scheme}' has no side code that a basis could be put into; give one, e.g. \
@@ -93,7 +93,7 @@ impl Asked {
 
     /// Whether statistics are needed: for families, or for means and scales of a static base quantizer.
     pub fn needs_statistics(&self) -> bool {
-        !self.families.is_empty() || self.key.base.is_static()
+        !self.families.is_empty() || self.scheme.needs_statistics()
     }
 
     /// The scheme without its side code.
@@ -135,7 +135,7 @@ impl Asked {
     pub fn candidates(&self, sources: &Sources, config: &ModelConfig, seed: u64) -> Result<Candidates, LabError> {
         self.scheme.check(config.head_dim)?;
         self.check_statistics(sources)?;
-        let keys = match self.key.base.is_static() {
+        let keys = match self.scheme.needs_statistics() {
             true => Some(sources.key_statistics(&self.scheme)?),
             false => None,
         };

@@ -34,12 +34,12 @@ use headq_models::LoadedModel;
 use self::candidates::{Asked, Candidate, Candidates};
 use self::data::{BootstrapInfo, ComparedBasis, Comparison, PairAngles, Seen};
 use self::paired::Measured;
-use crate::calibrate::{accumulate, check_base};
+use crate::calibrate::{Keep, accumulate, check_base};
 use crate::diagnose::statistics::Bootstrap;
 use crate::diagnose::thresholds::Thresholds;
 use crate::evaluate::{DensePart, PartStore, PlannedScheme, Request, SchemeResult, Sources, part};
 use crate::run::{
-    Announce, Folder, Manifest, RunConfig, RunOptions, Training, calibrated, check_context, file_sha256, keep_bases,
+    Announce, Calibrations, Folder, Manifest, RunConfig, RunOptions, Training, calibrated, check_context, file_sha256, keep_bases,
     training_windows, windows, write_json,
 };
 use crate::text::WindowOptions;
@@ -84,7 +84,7 @@ fn seen_by(
 ) -> Result<Vec<Seen>, LabError> {
     let mut texts = seen::Texts::new(request.texts)?;
     let bases = candidates.all.iter().map(|c| (c.artifact.clone(), c.header.texts.as_slice()));
-    let keys = sources.stats.iter().filter(|_| asked.base().is_static());
+    let keys = sources.stats.iter().filter(|_| asked.scheme().needs_statistics());
     let keys = keys.map(|(path, stats)| (path.to_string_lossy().into_owned(), stats.header.texts.as_slice()));
     let mut found: Vec<Seen> = Vec::new();
     for (artifact, made_from) in bases.chain(keys) {
@@ -151,7 +151,8 @@ impl Pass<'_> {
             let moments = |basis: Option<&Basis>| {
                 let quantizers = captured::quantizers(*asked.base(), keys, basis, layers, &model.device());
                 let what = "moments of the measured text";
-                accumulate(what, model, &windows, &quantizers, self.request.threads, self.observer)
+                let sinks = asked.base().flush.sinks;
+                accumulate(what, model, &windows, &quantizers, Keep::after(sinks), self.request.threads, self.observer)
             };
             let usual = moments(None)?;
             // A basis with clip factors of its own for the base quantizer has residuals of its own.
@@ -342,7 +343,8 @@ pub fn run(
     };
     let (folder, _lock) = Folder::open(&options.out, &manifest)?;
     let bases = calibration.map(|_| vec![*asked.base()]).unwrap_or_default();
-    let mut sources = calibrated(config, bases, given, &loaded, &calibration_texts, &folder, options, observer)?;
+    let wanted = Calibrations { bases, gradients: asked.scheme().needs_gradients() };
+    let mut sources = calibrated(config, wanted, given, &loaded, &calibration_texts, &folder, options, observer)?;
     if let (Some(finetune), Some((train, held_out))) = (&config.finetune, &training_texts) {
         let training = Training { config, finetune, train, held_out, scheme: asked.trained_scheme(), options };
         sources.trained = Some(training.run(&loaded, &sources, &folder, observer)?);

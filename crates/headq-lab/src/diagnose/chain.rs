@@ -144,7 +144,7 @@ impl Chain<'_> {
         let budget = planned.budget(&self.shape(), self.request.texts[0].windows[0].len());
         let (quantizer, bits, code_bits) = match (&scheme.key, &scheme.value) {
             (Some(key), _) => (key.base.quantizer.name(), key.base.bits.ceil(), budget.key_bits),
-            (None, Some(value)) => (value.policy.name(), value.bits, budget.value_bits),
+            (None, Some(value)) => (value.policy.name(), value.bits.ceil(), budget.value_bits),
             (None, None) => ("dense", 16, budget.key_bits),
         };
         Setting { scheme: scheme.to_string(), quantizer: quantizer.into(), bits, code_bits }

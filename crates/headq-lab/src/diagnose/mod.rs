@@ -226,7 +226,7 @@ pub fn diagnose(
     let links = with_links_of(&folder.0.join(FILE), links);
     let statistics = |file: &str, of: &[Windows], observer: &dyn Observer| -> Result<StatsArtifact, LabError> {
         kept_statistics(&folder.0.join(file), &loaded, || {
-            calibrate(&loaded.model, &loaded.fingerprint, of, config.add_bos, base, options.threads, observer)
+            calibrate(&loaded.model, &loaded.fingerprint, of, config.add_bos, base, None, options.threads, observer)
         })
     };
     let calibrated = statistics("stats-calibration.safetensors", &texts.calibration, observer)?;

@@ -1,7 +1,7 @@
 //! Which quantizers, policies and schemes each link compares, for any head width.
 
 use headq::scheme::{
-    BaseScheme, Bits, Family, Flush, MOST_KLT_BITS, Meta, Policy, Quantizer, RangeSource, Rounding, Scheme,
+    BaseScheme, Metric, Pool, Bits, Family, Flush, MOST_KLT_BITS, Meta, Policy, Quantizer, RangeSource, Rounding, Scheme,
 };
 
 use super::data::Role;
@@ -136,7 +136,8 @@ impl Plan {
         rows.push(against(Role::Control, self.flipped()));
         rows.extend(self.one_more_bit().map(|s| against(Role::Control, s)));
         rows.extend(self.published().into_iter().map(|s| (Role::Published, s, None)));
-        let policies = || Policy::ALL.iter().copied();
+        // `klt` is no policy of tokens, and takes gradients.
+        let policies = || Policy::ALL.iter().copied().filter(|p| *p != Policy::Klt);
         rows.extend(policies().map(|p| (Role::Values, self.alone(p, 2), None)));
         rows.extend(policies().map(|p| (Role::Full, self.beside(base, p, 2), None)));
         rows.extend(policies().map(|p| {
@@ -171,6 +172,8 @@ impl Default for Plan {
             channels: None,
             range: 1.0,
             ranges: RangeSource::Group,
+            metric: Metric::default(),
+            pool: Pool::default(),
             rounding: Rounding::Nearest,
             center: false,
             meta: Meta::F16,

@@ -462,7 +462,7 @@ mod tests {
         let windows = [Windows { text, windows: vec![window.clone()] }];
         let scheme: Scheme = "kivi-2(g=8,r=4)+learned(rank=2,bits=3)".parse().unwrap();
         let key = scheme.key.unwrap();
-        let stats = calibrate(&loaded.model, &loaded.fingerprint, &windows, false, key.base, 1, &Silent).unwrap();
+        let stats = calibrate(&loaded.model, &loaded.fingerprint, &windows, false, key.base, None, 1, &Silent).unwrap();
         let settings = Settings { loss: "logits".into(), train_clip: true, ..Default::default() };
         let request = Request {
             model: &loaded.model,

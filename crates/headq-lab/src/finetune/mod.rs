@@ -426,6 +426,7 @@ impl Request<'_> {
             return Ok(layers.map(|_| BaseQuantizer::new(key.base)).collect());
         }
         let keys = KeyStatistics::of(&self.stats.layers)?;
+        keys.check(&self.scheme)?;
         Ok(layers.map(|layer| BaseQuantizer::calibrated(key.base, &keys, layer, &self.model.device())).collect())
     }
 

@@ -144,7 +144,7 @@ fn digest<'a>(tensors: impl Iterator<Item = (&'a str, &'a [u8])>) -> String {
 fn calibration<'a>(layers: impl Iterator<Item = &'a HeadqAttention>) -> String {
     let mut hash = Sha256::new();
     for layer in layers {
-        let constants = layer.key_constants();
+        let constants: Vec<f32> = layer.key_constants().into_iter().chain(layer.value_constants()).collect();
         hash.update((constants.len() as u64).to_le_bytes());
         constants.iter().for_each(|x| hash.update(x.to_le_bytes()));
     }

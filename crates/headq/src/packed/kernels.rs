@@ -344,11 +344,104 @@ pub(super) fn grouped_scores(
     dispatch(GroupedScores { parts, blocks, per_group, count, scores });
 }
 
+/// The numbers that codes stand for before their scale.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Levels<'a> {
+    /// The codes themselves.
+    Codes,
+    /// A table for all codes.
+    Same(&'a [f32; 256]),
+    /// By bits − 1 of a code.
+    ByBits(&'a [[f32; 256]]),
+}
+
+impl<'a> Levels<'a> {
+    #[inline(always)]
+    pub fn of(self, bits: u32) -> Option<&'a [f32; 256]> {
+        match self {
+            Levels::Codes => None,
+            Levels::Same(table) => Some(table),
+            Levels::ByBits(tables) => tables.get(bits as usize - 1),
+        }
+    }
+}
+
+/// Coefficients of blocks of tokens, to be summed up with the tokens' weights.
+pub(super) struct CoefficientBlocks<'a> {
+    /// The blocks, one after the other.
+    pub codes: &'a [u8],
+    /// Bytes of a block.
+    pub bytes: usize,
+    pub runs: &'a [Run],
+    pub levels: Levels<'a>,
+    /// Weights of the tokens, 16 of each block: `[count, TILE]`, 0 where a block's token is not meant.
+    pub p: &'a [f32],
+}
+
+struct SumCoefficients<'a> {
+    blocks: CoefficientBlocks<'a>,
+    count: usize,
+    sums: &'a mut [f32],
+}
+
+impl SumCoefficients<'_> {
+    /// Σ_t p_qt · level(code_tc) of one channel, whose rows lie `at` in each block.
+    #[inline(always)]
+    fn channel<M: Machine, const B: u32, const NQ: usize, const LEVELS: bool>(
+        &self,
+        m: M,
+        at: usize,
+        levels: &[f32; 256],
+    ) -> [f32; NQ] {
+        let p = split::<NQ>(self.blocks.p, TILE);
+        let mut sums = [m.splat(0.0); NQ];
+        for (i, block) in self.blocks.codes.chunks_exact(self.blocks.bytes).enumerate() {
+            let x = numbers::<M, B, LEVELS>(m, &block[at..at + row_bytes(B, LANES)], levels);
+            for q in 0..NQ {
+                sums[q] = m.mul_add(m.load(lane(p[q], i * LANES)), x, sums[q]);
+            }
+        }
+        let mut totals = [0.0; NQ];
+        for q in 0..NQ {
+            totals[q] = m.sum(sums[q]);
+        }
+        totals
+    }
+
+    #[inline(always)]
+    fn all<M: Machine, const NQ: usize>(self, m: M) {
+        for run in self.blocks.runs {
+            for (i, channel) in run.channels.clone().enumerate() {
+                let at = run.start + i * row_bytes(run.bits, LANES);
+                let totals = with_bits!(run.bits, B => match self.blocks.levels.of(run.bits) {
+                    None => self.channel::<M, B, NQ, false>(m, at, &NO_LEVELS),
+                    Some(levels) => self.channel::<M, B, NQ, true>(m, at, levels),
+                });
+                self.sums[channel * NQ..(channel + 1) * NQ].copy_from_slice(&totals);
+            }
+        }
+    }
+}
+
+impl Kernel for SumCoefficients<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<M: Machine>(self, m: M) {
+        with_count!(self.count, NQ => self.all::<M, NQ>(m))
+    }
+}
+
+/// Σ_t p_qt · level(code_tc) of every channel with bits, into `sums` `[width, count]`; the others are left as they are.
+pub(super) fn coefficient_sums(blocks: CoefficientBlocks<'_>, count: usize, sums: &mut [f32]) {
+    dispatch(SumCoefficients { blocks, count, sums });
+}
+
 /// One block whose tokens have ranges of their own.
 pub(super) struct TokenBlock<'a> {
     pub codes: &'a [u8],
     pub runs: &'a [Run],
-    pub levels: Option<&'a [f32; 256]>,
+    pub levels: Levels<'a>,
     /// For each chunk 16 scales, and with `zeros` 16 zeros.
     pub ranges: &'a [f32],
     /// Channels of a chunk.
@@ -376,7 +469,7 @@ impl TokenBlock<'_> {
                     #[inline(always)]
                     |w| &w[from..to],
                 );
-                with_bits!(run.bits, B => match self.levels {
+                with_bits!(run.bits, B => match self.levels.of(run.bits) {
                     None => dot_rows::<M, B, NQ, false>(m, block, &NO_LEVELS, weights, &mut dots),
                     Some(levels) => dot_rows::<M, B, NQ, true>(m, block, levels, weights, &mut dots),
                 });
@@ -1081,7 +1174,7 @@ mod tests {
             }
             same_everywhere(&format!("{bits} bits of {width}"), &start, &expected, |machine, scores| {
                 let block =
-                    TokenBlock { codes: &packed, runs: &rows.runs, levels: None, ranges: &ranges, channels, zeros };
+                    TokenBlock { codes: &packed, runs: &rows.runs, levels: Levels::Codes, ranges: &ranges, channels, zeros };
                 machine.run(TokenScores { block, weights: &weights, sums: &sums, count, scores });
             });
         }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::cube::{Packing, Pages};
 use super::file::Part;
-use super::kernels::{self, MOST_QUERIES, TILE};
+use super::kernels::{self, Levels, MOST_QUERIES, TILE};
 use super::lanes::Lanes;
 use super::paged::Paged;
 use super::prefetch::prefetch;
@@ -84,6 +84,20 @@ impl Layout {
         Layout::Lanes { lanes: Lanes::new(&bits), channels }
     }
 
+    /// Channels that have bits.
+    fn channels(&self) -> Vec<usize> {
+        match self {
+            Layout::Rows(rows) => rows.runs.iter().flat_map(|run| run.channels.clone()).collect(),
+            Layout::Lanes { channels, .. } => channels.clone(),
+        }
+    }
+
+    /// Bits of a channel in rows; a table is looked up in nothing else.
+    fn bits(&self, channel: usize) -> u32 {
+        let Layout::Rows(rows) = self else { return 1 };
+        rows.runs.iter().find(|run| run.channels.contains(&channel)).map_or(1, |run| run.bits)
+    }
+
     fn bytes(&self) -> usize {
         match self {
             Layout::Rows(rows) => rows.bytes,
@@ -135,15 +149,35 @@ pub(super) enum Ranges {
     Fixed { scale: Vec<f32>, zero: Vec<f32> },
 }
 
-/// Codes of keys, or of what a side code keeps of them.
+/// The number that each code stands for before its scale.
+#[derive(Debug, Clone)]
+pub(super) enum Tables {
+    /// The code itself.
+    None,
+    /// Of all codes.
+    Same(Arc<[f32; 256]>),
+    /// By head and bits − 1.
+    ByHead(Arc<[Vec<[f32; 256]>]>),
+}
+
+impl Tables {
+    fn of(&self, head: usize) -> Levels<'_> {
+        match self {
+            Tables::None => Levels::Codes,
+            Tables::Same(table) => Levels::Same(table),
+            Tables::ByHead(tables) => Levels::ByBits(&tables[head]),
+        }
+    }
+}
+
+/// Codes of keys, of what a side code keeps of them, or of transformed values.
 #[derive(Debug, Clone)]
 pub(super) struct KeyCodes {
     heads: usize,
     /// Coefficients of a token, those without bits included.
     width: usize,
     layouts: Vec<Layout>,
-    /// The number that each code stands for before its scale; `None` is the code itself.
-    levels: Option<Arc<[f32; 256]>>,
+    levels: Tables,
     codes: Paged<u8>,
     ranges: Ranges,
     len: usize,
@@ -177,6 +211,16 @@ pub(super) struct Folded {
     sums: Vec<f32>,
 }
 
+/// Buffers of one thread for [`KeyCodes::add_sums`].
+#[derive(Debug, Default)]
+pub(super) struct CoefficientBuffers {
+    /// Weights of the tokens of whole blocks.
+    aligned: Vec<f32>,
+    /// Sums before scales.
+    dots: Vec<f32>,
+    record: Vec<f32>,
+}
+
 /// Buffers for the codes of a [`Scored`].
 #[derive(Debug, Default)]
 struct FoldedPart {
@@ -194,8 +238,17 @@ impl KeyCodes {
     ///
     /// # Shapes
     /// - `bits`: `[heads][width]`
-    pub fn new(width: usize, bits: &[Vec<u32>], ranges: Ranges, levels: Option<Arc<[f32; 256]>>) -> Self {
-        let in_lanes = levels.is_none() && !matches!(ranges, Ranges::Token { .. });
+    pub fn new(width: usize, bits: &[Vec<u32>], ranges: Ranges, levels: Tables) -> Self {
+        let in_lanes = matches!(levels, Tables::None) && !matches!(ranges, Ranges::Token { .. });
+        Self::laid_out(width, bits, ranges, levels, in_lanes)
+    }
+
+    /// The same in rows, as [`KeyCodes::add_sums`] reads them.
+    pub fn in_rows(width: usize, bits: &[Vec<u32>], ranges: Ranges, levels: Tables) -> Self {
+        Self::laid_out(width, bits, ranges, levels, false)
+    }
+
+    fn laid_out(width: usize, bits: &[Vec<u32>], ranges: Ranges, levels: Tables, in_lanes: bool) -> Self {
         let layout = |bits: &Vec<u32>| if in_lanes { Layout::lanes(bits) } else { Layout::Rows(Rows::new(bits)) };
         let layouts: Vec<Layout> = bits.iter().map(layout).collect();
         let codes = Paged::new(layouts.iter().map(Layout::bytes).collect(), TILE_BLOCKS);
@@ -236,9 +289,7 @@ impl KeyCodes {
                 let per_group = scale.chunks(self.width).zip(zero.chunks(self.width));
                 for (i, (scale, zero)) in per_group.enumerate() {
                     let head = i / groups;
-                    let Layout::Lanes { channels, .. } = &self.layouts[head] else {
-                        unreachable!("ranges of groups come with lanes")
-                    };
+                    let channels = self.layouts[head].channels();
                     let of = |all: &[f32]| channels.iter().map(|c| all[*c]).collect::<Vec<_>>();
                     values.put(head, first + i % groups, 0, &of(scale));
                     values.put(head, first + i % groups, channels.len(), &of(zero));
@@ -307,8 +358,14 @@ impl KeyCodes {
         out.fill(0.0);
         let block = self.codes.record(head, token / LANES);
         let ranges = self.ranges_of(head, token);
+        let tables = self.levels.of(head);
+        let layout = &self.layouts[head];
+        let levels = |channel: usize, code: u8| {
+            let table = tables.of(layout.bits(channel));
+            table.map_or(f32::from(code), |table| table[usize::from(code)])
+        };
         self.layouts[head].each(block, token % LANES, |channel, code| {
-            let level = self.levels.as_ref().map_or(f32::from(code), |levels| levels[usize::from(code)]);
+            let level = levels(channel, code);
             let [scale, zero] = ranges[channel];
             out[channel] = level * scale + zero;
         });
@@ -321,7 +378,8 @@ impl KeyCodes {
                 let of_head = head * self.width..(head + 1) * self.width;
                 scale[of_head.clone()].iter().zip(&zero[of_head]).map(|(scale, zero)| [*scale, *zero]).collect()
             }
-            (Ranges::Group { group, values }, Layout::Lanes { channels, .. }) => {
+            (Ranges::Group { group, values }, layout) => {
+                let channels = layout.channels();
                 let mut record = vec![0.0; 2 * channels.len()];
                 values.read(head, token / group, &mut record);
                 let mut all = vec![[0.0; 2]; self.width];
@@ -330,7 +388,6 @@ impl KeyCodes {
                 }
                 all
             }
-            (Ranges::Group { .. }, Layout::Rows(_)) => unreachable!("ranges of groups come with lanes"),
             (Ranges::Token { channels, zeros, values }, _) => {
                 let stride = if *zeros { 2 * LANES } else { LANES };
                 let mut block = vec![0.0; self.width / channels * stride];
@@ -345,6 +402,11 @@ impl KeyCodes {
         }
     }
 
+    /// Whether a head has anything coded.
+    pub fn stores(&self, head: usize) -> bool {
+        self.layouts[head].bytes() > 0
+    }
+
     /// Coefficients of a head that have bits, to which queries are turned.
     pub fn stored(&self, head: usize) -> usize {
         match &self.layouts[head] {
@@ -355,11 +417,20 @@ impl KeyCodes {
 
     /// Makes the forms of queries that the codes of a head are scored with.
     pub fn prepare(&self, head: usize, queries: &mut Queries) {
-        let Layout::Lanes { lanes, channels } = &self.layouts[head] else { return };
         queries.stored.clear();
         queries.fields.clear();
         // Queries may stop at the last channel that has bits.
         let width = queries.weights.len() / queries.count;
+        let (lanes, channels) = match (&self.layouts[head], &self.ranges) {
+            (Layout::Lanes { lanes, channels }, _) => (lanes, channels),
+            (Layout::Rows(_), Ranges::Fixed { scale, .. }) => {
+                let scale = &scale[head * self.width..(head + 1) * self.width];
+                let scaled = queries.weights.chunks(width.max(1)).flat_map(|w| w.iter().zip(scale).map(|(w, s)| w * s));
+                queries.stored.extend(scaled);
+                return;
+            }
+            (Layout::Rows(_), _) => return,
+        };
         for weights in queries.weights.chunks(width.max(1)) {
             queries.stored.extend(channels.iter().map(|c| weights[*c]));
             let field = |f: usize| weights[channels[lanes.code(f)]] * lanes.place(f);
@@ -380,9 +451,10 @@ impl KeyCodes {
         }
     }
 
-    /// Tokens that share a range of each channel; `None` where tokens have ranges of their own.
+    /// Tokens that share a range of each channel; `None` where tokens have ranges of their own, and of rows.
     fn shared_by(&self) -> Option<usize> {
         match &self.ranges {
+            Ranges::Fixed { .. } if !matches!(self.levels, Tables::None) => None,
             Ranges::Fixed { .. } => Some(usize::MAX),
             Ranges::Group { group, .. } => Some(*group),
             Ranges::Token { .. } => None,
@@ -401,6 +473,73 @@ impl KeyCodes {
                 record
             }
             _ => unreachable!("tokens have no ranges of their own in lanes"),
+        }
+    }
+
+    /// Adds Σ_t p_qt · ŷ_t of some tokens of a tile to `sums` `[count, width]`, for codes in rows whose ranges are fixed or those of
+    /// groups; `p` is `[count, TILE]` from the first token on.
+    pub fn add_sums(
+        &self,
+        head: usize,
+        tokens: Range<usize>,
+        p: &[f32],
+        count: usize,
+        buffers: &mut CoefficientBuffers,
+        sums: &mut [f32],
+    ) {
+        let Layout::Rows(rows) = &self.layouts[head] else { unreachable!("sums are made of rows") };
+        if rows.bytes == 0 {
+            return;
+        }
+        let CoefficientBuffers { aligned, dots, record } = buffers;
+        aligned.resize(MOST_QUERIES * TILE, 0.0);
+        dots.resize(MOST_QUERIES * self.width, 0.0);
+        // Tokens at a time that share ranges, and whose blocks lie in one page.
+        let mut at = tokens.start;
+        while at < tokens.end {
+            let page = (at / LANES / TILE_BLOCKS + 1) * TILE_BLOCKS * LANES;
+            let group = match &self.ranges {
+                Ranges::Group { group, .. } => (at / group + 1) * group,
+                _ => usize::MAX,
+            };
+            let part = at..tokens.end.min(page).min(group);
+            let blocks = part.start / LANES..part.end.div_ceil(LANES);
+            let first = part.start - blocks.start * LANES;
+            let mut totals = [0.0f32; MOST_QUERIES];
+            for (q, total) in totals.iter_mut().enumerate().take(count) {
+                let to = &mut aligned[q * TILE..][..blocks.len() * LANES];
+                to.fill(0.0);
+                let own = &p[q * TILE + part.start - tokens.start..][..part.len()];
+                to[first..first + part.len()].copy_from_slice(own);
+                *total = own.iter().sum();
+            }
+            let codes = self.codes.run(head, blocks);
+            let levels = self.levels.of(head);
+            let blocks =
+                kernels::CoefficientBlocks { codes, bytes: rows.bytes, runs: &rows.runs, levels, p: aligned };
+            kernels::coefficient_sums(blocks, count, dots);
+            let channels = rows.runs.iter().flat_map(|run| run.channels.clone());
+            let stored: usize = rows.runs.iter().map(|run| run.channels.len()).sum();
+            let (scale, zero): (&[f32], &[f32]) = match &self.ranges {
+                Ranges::Fixed { scale, zero } => {
+                    let own = head * self.width..(head + 1) * self.width;
+                    (&scale[own.clone()], &zero[own])
+                }
+                Ranges::Group { group, values } => {
+                    let index = part.start / group;
+                    values.run(head, index..index + 1, record).split_at(stored)
+                }
+                Ranges::Token { .. } => unreachable!("tokens of transformed values have no ranges of their own"),
+            };
+            let fixed = matches!(self.ranges, Ranges::Fixed { .. });
+            for (i, channel) in channels.enumerate() {
+                let at = if fixed { channel } else { i };
+                for q in 0..count {
+                    let sum = &mut sums[q * self.width + channel];
+                    *sum += scale[at].mul_add(dots[channel * count + q], zero[at] * totals[q]);
+                }
+            }
+            at = part.end;
         }
     }
 
@@ -495,13 +634,33 @@ fn score_groups(
 }
 
 impl Scored<'_> {
+    /// Scores of codes that are looked up, with scales that [`KeyCodes::prepare`] has put into the queries.
+    fn add_looked_up(&self, rows: &Rows, blocks: Range<usize>, scores: &mut [f32]) {
+        let Scored { codes, head, queries } = *self;
+        if rows.bytes == 0 {
+            return;
+        }
+        for (local, block) in codes.codes.run(head, blocks).chunks(rows.bytes).enumerate() {
+            let block = kernels::TokenBlock {
+                codes: block,
+                runs: &rows.runs,
+                levels: codes.levels.of(head),
+                ranges: &[1.0; LANES],
+                channels: codes.width,
+                zeros: false,
+            };
+            kernels::token_scores(block, &queries.stored, &[], queries.count, &mut scores[local * LANES..]);
+        }
+    }
+
     /// Scores of codes whose ranges are those of tokens.
     fn add_by_token(&self, blocks: Range<usize>, folded: &mut Folded, scores: &mut [f32]) {
         let Scored { codes: KeyCodes { width, levels, .. }, head, queries } = *self;
-        let (Ranges::Token { channels, zeros, values }, Layout::Rows(rows)) =
-            (&self.codes.ranges, &self.codes.layouts[head])
-        else {
-            unreachable!("ranges of tokens come with rows")
+        let Layout::Rows(rows) = &self.codes.layouts[head] else { unreachable!("ranges of tokens come with rows") };
+        let (channels, zeros, values) = match &self.codes.ranges {
+            Ranges::Token { channels, zeros, values } => (channels, zeros, values),
+            Ranges::Fixed { .. } => return self.add_looked_up(rows, blocks, scores),
+            Ranges::Group { .. } => unreachable!("ranges of groups come with lanes"),
         };
         folded.sum_chunks(queries, *channels);
         let ranges = values.run(head, blocks.clone(), &mut folded.parts[0].record);
@@ -511,7 +670,7 @@ impl Scored<'_> {
             let block = kernels::TokenBlock {
                 codes,
                 runs: &rows.runs,
-                levels: levels.as_deref(),
+                levels: levels.of(head),
                 ranges: &ranges[local * chunks * stride..][..chunks * stride],
                 channels: *channels,
                 zeros: *zeros,
@@ -575,7 +734,11 @@ impl Pages for KeyCodes {
     }
 
     fn levels(&self) -> Option<&[f32; 256]> {
-        self.levels.as_deref()
+        match &self.levels {
+            Tables::Same(table) => Some(table),
+            // Tables by head come with fixed ranges, which are not covered.
+            Tables::None | Tables::ByHead(_) => None,
+        }
     }
 
     fn code_bytes(&self, head: usize, records: Range<usize>) -> Vec<u8> {

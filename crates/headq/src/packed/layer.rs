@@ -11,7 +11,7 @@ use rayon::prelude::*;
 
 use super::file::{Counts, Part};
 use super::kernels::{self, MOST_QUERIES, TILE};
-use super::keys::{Folded, KeyCodes, Queries, Ranges, Scored, group_ranges, token_ranges};
+use super::keys::{CoefficientBuffers, Folded, KeyCodes, Queries, Ranges, Scored, Tables, group_ranges, token_ranges};
 use super::reals::{DenseType, Run};
 use super::rows::LANES;
 use super::stream::{Place, Stream};
@@ -20,10 +20,11 @@ use crate::attention::{LayerState, Resumed};
 use crate::budget::HeadShape;
 use crate::codec::{CodedKeys, HeadqAttention};
 use crate::gaussian::lloyd_max;
-use crate::quant::Stored;
+use crate::quant::{BaseQuantizer, Stored};
 use crate::rotation::kept_rotation;
-use crate::scheme::{Policy, Quantizer, Scope, SideScales};
+use crate::scheme::{KeyScheme, Policy, Quantizer, RangeSource, Scope, SideScales};
 use crate::seam::AttentionSite;
+use crate::transform::Packed;
 
 /// Tokens of a piece of work, a multiple of a tile: the same whatever the number of threads, so that sums do not depend on it.
 const PIECE: usize = 2 * TILE;
@@ -40,6 +41,103 @@ struct Side {
     by_query_head: bool,
 }
 
+/// Codes of transformed values, and what turns them back.
+#[derive(Debug, Clone)]
+struct Coefficients {
+    codes: KeyCodes,
+    /// Those that have ranges stored, where those of `codes` have none.
+    ranged: Option<KeyCodes>,
+    /// S of each head: `[kv_heads, head_dim, head_dim]`.
+    synthesis: Vec<f32>,
+    /// `[kv_heads, head_dim]`
+    mean: Vec<f32>,
+}
+
+impl Coefficients {
+    fn new(quantizer: &BaseQuantizer) -> Self {
+        let (codes, ranged) = transformed_codes(quantizer, true);
+        let side = quantizer.query_side().expect("values are transformed");
+        let mean = quantizer.offset().expect("transformed values have a mean");
+        Self { codes, ranged, synthesis: host(side.swap_dims(1, 2)), mean: host(mean) }
+    }
+
+    fn all(&self) -> impl Iterator<Item = &KeyCodes> {
+        std::iter::once(&self.codes).chain(&self.ranged)
+    }
+
+    fn all_mut(&mut self) -> impl Iterator<Item = &mut KeyCodes> {
+        std::iter::once(&mut self.codes).chain(&mut self.ranged)
+    }
+
+    /// Adds Σ_t p_qt · v̂_t of some tokens of a tile to `out` `[count, head_dim]`.
+    fn add_values(
+        &self,
+        head: usize,
+        tokens: Range<usize>,
+        p: &[f32],
+        count: usize,
+        buffers: &mut Buffers,
+        out: &mut [f32],
+    ) {
+        let d = self.codes.width();
+        let Buffers { coefficients, sums, turned, .. } = buffers;
+        sums.clear();
+        sums.resize(count * d, 0.0);
+        turned.resize(d, 0.0);
+        for codes in self.all() {
+            codes.add_sums(head, tokens.clone(), p, count, coefficients, sums);
+        }
+        let (synthesis, mean) = (&self.synthesis[head * d * d..][..d * d], &self.mean[head * d..][..d]);
+        for (q, (out, sums)) in out.chunks_mut(d).zip(sums.chunks(d)).enumerate() {
+            let total: f32 = p[q * TILE..][..tokens.len()].iter().sum();
+            kernels::matrix_vector(synthesis, sums, turned);
+            for (out, (x, mean)) in out.iter_mut().zip(turned.iter().zip(mean)) {
+                *out += mean.mul_add(total, *x);
+            }
+        }
+    }
+
+    /// Reads a token back.
+    fn read(&self, head: usize, token: usize, out: &mut [f32]) {
+        let d = out.len();
+        let (mut y, mut own) = (vec![0.0; d], vec![0.0; d]);
+        for codes in self.all() {
+            codes.read(head, token, &mut own);
+            y.iter_mut().zip(&own).for_each(|(y, own)| *y += own);
+        }
+        kernels::matrix_vector(&self.synthesis[head * d * d..][..d * d], &y, out);
+        out.iter_mut().zip(&self.mean[head * d..]).for_each(|(out, mean)| *out += mean);
+    }
+}
+
+/// Room for the coefficients of a transform: all, or those without stored ranges and those with.
+fn transformed_codes(quantizer: &BaseQuantizer, in_rows: bool) -> (KeyCodes, Option<KeyCodes>) {
+    let base = quantizer.scheme();
+    let Packed { bits: [fixed, ranged], fixed: (scale, zero), levels } =
+        quantizer.packed().expect("the quantizer transforms");
+    let width = fixed[0].len();
+    let make = |bits: &[Vec<u32>], ranges: Ranges, levels: Tables| match in_rows {
+        true => KeyCodes::in_rows(width, bits, ranges, levels),
+        false => KeyCodes::new(width, bits, ranges, levels),
+    };
+    let any = |bits: &[Vec<u32>]| bits.iter().flatten().any(|b| *b > 0);
+    let of_groups =
+        |bits: &[Vec<u32>]| make(bits, group_ranges(base.meta.into(), bits, base.flush.group), Tables::None);
+    if base.ranges == RangeSource::Group {
+        return (of_groups(&ranged), None);
+    }
+    let table = |levels: &Vec<f64>| {
+        let mut table = [0.0; 256];
+        table.iter_mut().zip(levels).for_each(|(to, from)| *to = *from as f32);
+        table
+    };
+    let tables = match levels {
+        None => Tables::None,
+        Some(levels) => Tables::ByHead(levels.iter().map(|of_head| of_head.iter().map(table).collect()).collect()),
+    };
+    (make(&fixed, Ranges::Fixed { scale, zero }, tables), any(&ranged).then(|| of_groups(&ranged)))
+}
+
 /// The packed cache of one layer.
 #[derive(Debug, Clone)]
 pub(super) struct PackedLayer {
@@ -48,8 +146,12 @@ pub(super) struct PackedLayer {
     pub keys: Stream,
     pub values: Stream,
     pub key_codes: Option<KeyCodes>,
+    /// Coefficients of keys that have ranges stored, where those of `key_codes` have none.
+    key_ranged: Option<KeyCodes>,
     side: Option<Side>,
     pub value_codes: Option<ValueCodes>,
+    /// Of transformed values.
+    coefficients: Option<Coefficients>,
     /// What turns the queries of each KV head to what base codes are of, where that is not the keys: `[width, head_dim]` each.
     turns: Option<Vec<Arc<[f32]>>>,
     /// μ of `center`: `[kv_heads, head_dim]`.
@@ -73,6 +175,8 @@ struct QueryGroup {
     plain: Vec<f32>,
     /// As base codes are scored: `[count, head_dim]`.
     base: Queries,
+    /// The same for coefficients that have ranges stored beside others that have none.
+    ranged: Queries,
     /// qU: `[count, rank]`, or one after the other `[count][1, rank]` where each query head has its own.
     side: Vec<Queries>,
 }
@@ -91,6 +195,10 @@ pub(super) struct Scratch {
 struct Buffers {
     folded: Folded,
     values: ValueBuffers,
+    coefficients: CoefficientBuffers,
+    /// Sums of coefficients, and one query's values that they stand for.
+    sums: Vec<f32>,
+    turned: Vec<f32>,
 }
 
 thread_local! {
@@ -105,14 +213,14 @@ impl PackedLayer {
     pub fn new(module: HeadqAttention, shape: HeadShape, kind: DenseType, rewind: usize) -> Self {
         let HeadShape { heads, kv_heads, head_dim, .. } = shape;
         let scheme = *module.scheme();
-        let key_codes = scheme.key.map(|key| {
+        let codes_of_keys = |key: KeyScheme| {
             let base = &key.base;
+            if base.quantizer == Quantizer::Klt {
+                return transformed_codes(module.base.as_ref().expect("coded keys have a base quantizer"), false);
+            }
             let meta = base.meta.into();
             let channels = base.channels.unwrap_or(head_dim);
-            let bits = match module.base.as_ref().and_then(|b| b.coefficient_bits()) {
-                None => vec![vec![base.bits.ceil(); head_dim]; kv_heads],
-                Some(bits) => bits.to_vec(),
-            };
+            let bits = vec![vec![base.bits.ceil(); head_dim]; kv_heads];
             let fixed = module.base.as_ref().and_then(|b| b.fixed_ranges());
             let ranges = match base.quantizer {
                 Quantizer::Token => token_ranges(meta, kv_heads, head_dim, channels, true),
@@ -122,15 +230,22 @@ impl PackedLayer {
                     None => group_ranges(meta, &bits, base.flush.group),
                 },
             };
-            let levels = (base.quantizer == Quantizer::Rotated).then(|| {
-                let mut table = [0.0; 256];
-                for (to, from) in table.iter_mut().zip(&lloyd_max(base.bits.ceil()).levels) {
-                    *to = *from as f32;
+            let levels = match base.quantizer == Quantizer::Rotated {
+                false => Tables::None,
+                true => {
+                    let mut table = [0.0; 256];
+                    for (to, from) in table.iter_mut().zip(&lloyd_max(base.bits.ceil()).levels) {
+                        *to = *from as f32;
+                    }
+                    Tables::Same(Arc::new(table))
                 }
-                Arc::new(table)
-            });
-            KeyCodes::new(head_dim, &bits, ranges, levels)
-        });
+            };
+            (KeyCodes::new(head_dim, &bits, ranges, levels), None)
+        };
+        let (key_codes, key_ranged) = match scheme.key.map(codes_of_keys) {
+            None => (None, None),
+            Some((codes, ranged)) => (Some(codes), ranged),
+        };
         let side = scheme.key.and_then(|key| key.side.map(|side| (key, side))).map(|(key, side)| {
             let by_query_head = side.scope == Scope::QueryHead;
             let side_heads = if by_query_head { heads } else { kv_heads };
@@ -140,17 +255,18 @@ impl PackedLayer {
                 SideScales::Group => group_ranges(meta, &bits, key.base.flush.group),
                 SideScales::Token => token_ranges(meta, side_heads, side.rank, side.rank, true),
             };
-            let codes = KeyCodes::new(side.rank, &bits, ranges, None);
+            let codes = KeyCodes::new(side.rank, &bits, ranges, Tables::None);
             let decoder = module.decoder().expect("a side code has a decoder").swap_dims(1, 2);
             let decoder = host(decoder).into_iter().map(|u| u * side.sign.factor() as f32).collect();
             Side { codes, decoder, by_query_head }
         });
-        let value_codes = scheme.value.map(|value| {
+        let coefficients = module.values.as_ref().map(Coefficients::new);
+        let value_codes = scheme.value.filter(|_| coefficients.is_none()).map(|value| {
             let flush = value.flush(scheme.key.as_ref());
             let widths = if value.policy.mixed() {
-                Widths::Mixed { mean: value.bits, group: flush.group }
+                Widths::Mixed { mean: value.bits.ceil(), group: flush.group }
             } else {
-                Widths::Same(value.bits)
+                Widths::Same(value.bits.ceil())
             };
             let channels = value.channels.unwrap_or(head_dim);
             ValueCodes::new(kv_heads, head_dim, channels, widths, value.meta.into())
@@ -161,8 +277,10 @@ impl PackedLayer {
             keys: Stream::new(module.key_flush(), kind, kv_heads, head_dim),
             values: Stream::new(module.value_flush(), kind, kv_heads, head_dim),
             key_codes,
+            key_ranged,
             side,
             value_codes,
+            coefficients,
             turns,
             offset,
             masses: Vec::new(),
@@ -188,7 +306,8 @@ impl PackedLayer {
 
     /// Bytes held.
     pub fn bytes(&self) -> usize {
-        let codes = self.key_codes.as_ref().map_or(0, KeyCodes::bytes)
+        let transformed = self.coefficients.iter().flat_map(Coefficients::all);
+        let codes = self.key_codes.iter().chain(&self.key_ranged).chain(transformed).map(KeyCodes::bytes).sum::<usize>()
             + self.side.as_ref().map_or(0, |side| side.codes.bytes())
             + self.value_codes.as_ref().map_or(0, ValueCodes::bytes);
         self.keys.bytes() + self.values.bytes() + codes + self.masses.capacity() * size_of::<f32>()
@@ -224,10 +343,14 @@ impl PackedLayer {
         let [coded, held] = counts.keys;
         all.extend(add("keys", self.keys.parts(counts.len, held).into()));
         all.extend(self.key_codes.as_mut().map(|codes| add("keys", codes.parts(coded))).into_iter().flatten());
+        all.extend(self.key_ranged.as_mut().map(|codes| add("keys.ranged", codes.parts(coded))).into_iter().flatten());
         all.extend(self.side.as_mut().map(|side| add("side", side.codes.parts(coded))).into_iter().flatten());
         let [coded, held] = counts.values;
         all.extend(add("values", self.values.parts(counts.len, held).into()));
         all.extend(self.value_codes.as_mut().map(|codes| add("values", codes.parts(coded))).into_iter().flatten());
+        for (name, codes) in ["values", "values.ranged"].iter().zip(self.coefficients.iter_mut().flat_map(|c| c.all_mut())) {
+            all.extend(add(name, codes.parts(coded)));
+        }
         if self.module.scheme().value.is_some_and(|v| v.policy == Policy::A2) {
             let tokens = counts.len.saturating_sub(first_value + coded);
             let len = tokens * self.shape.kv_heads;
@@ -241,8 +364,11 @@ impl PackedLayer {
         let ([key_coded, key_held], [value_coded, value_held]) = (counts.keys, counts.values);
         self.keys.resume(counts.len, key_coded, key_held);
         self.values.resume(counts.len, value_coded, value_held);
-        if let Some(codes) = &mut self.key_codes {
+        for codes in self.key_codes.iter_mut().chain(&mut self.key_ranged) {
             codes.resume(key_coded);
+        }
+        for codes in self.coefficients.iter_mut().flat_map(Coefficients::all_mut) {
+            codes.resume(value_coded);
         }
         if let Some(side) = &mut self.side {
             side.codes.resume(key_coded);
@@ -263,8 +389,11 @@ impl PackedLayer {
             return;
         }
         let (keys, values) = (self.keys.truncate(len), self.values.truncate(len));
-        if let Some(codes) = &mut self.key_codes {
+        for codes in self.key_codes.iter_mut().chain(&mut self.key_ranged) {
             codes.truncate(keys);
+        }
+        for codes in self.coefficients.iter_mut().flat_map(Coefficients::all_mut) {
+            codes.truncate(values);
         }
         if let Some(side) = &mut self.side {
             side.codes.truncate(keys);
@@ -293,9 +422,10 @@ impl PackedLayer {
         if !due.is_empty() {
             let keys = self.groups(self.keys.dense(due.clone()), device);
             let (base, side) = self.module.store_keys(keys);
-            append_keys(self.key_codes.as_mut().expect("keys that are due have codes"), base);
+            let base = HostCodes::of(base);
+            self.key_codes.iter_mut().chain(&mut self.key_ranged).for_each(|codes| base.append_to(codes));
             if let (Some(to), Some(side)) = (&mut self.side, side) {
-                append_keys(&mut to.codes, side);
+                HostCodes::of(side).append_to(&mut to.codes);
             }
         }
         self.keys.coded_up_to(due.end, self.rewind);
@@ -304,6 +434,12 @@ impl PackedLayer {
             let values = self.groups(self.values.dense(due.clone()), device);
             let masses = masses
                 .map(|m| Tensor::<4>::from_data(TensorData::new(m, [1, self.shape.kv_heads, due.len(), 1]), device));
+            if let Some(stored) = self.module.store_coefficients(values.clone()) {
+                let stored = HostCodes::of(stored);
+                let codes = self.coefficients.as_mut().expect("values that are due have codes");
+                codes.all_mut().for_each(|codes| stored.append_to(codes));
+                return self.values.coded_up_to(due.end, self.rewind);
+            }
             let stored = self.module.store_values(values, self.values.first() + due.start, masses);
             let stored = stored.expect("values that are due have a scheme");
             let codes = self.value_codes.as_mut().expect("values that are due have codes");
@@ -528,6 +664,11 @@ impl PackedLayer {
                 let turn = self.turns.as_ref().map(|turns| turns[group.kv_head].as_ref());
                 group.base.turn(turn, &group.plain, d, group.count);
                 codes.prepare(group.kv_head, &mut group.base);
+                if let Some(ranged) = &self.key_ranged {
+                    group.ranged.weights.clone_from(&group.base.weights);
+                    group.ranged.count = group.count;
+                    ranged.prepare(group.kv_head, &mut group.ranged);
+                }
             }
             if let Some(side) = &self.side {
                 let rank = side.codes.width();
@@ -606,12 +747,18 @@ impl PackedLayer {
         let tokens = self.keys.coded_of(tile);
         if let Some(codes) = self.key_codes.as_ref().filter(|_| !tokens.is_empty()) {
             codes.prefetch(group.kv_head, &tokens);
+            if let Some(ranged) = &self.key_ranged {
+                ranged.prefetch(group.kv_head, &tokens);
+            }
             if let Some(side) = self.side.as_ref().filter(|side| !side.by_query_head) {
                 side.codes.prefetch(group.kv_head, &tokens);
             }
         }
         let tokens = self.values.coded_of(tile);
         if let Some(codes) = self.value_codes.as_ref().filter(|_| !tokens.is_empty()) {
+            codes.prefetch(group.kv_head, &tokens);
+        }
+        for codes in self.coefficients.iter().filter(|_| !tokens.is_empty()).flat_map(Coefficients::all) {
             codes.prefetch(group.kv_head, &tokens);
         }
     }
@@ -659,13 +806,23 @@ impl PackedLayer {
     /// Adds the scores of blocks of base and side codes.
     fn score_codes(&self, group: &QueryGroup, blocks: Range<usize>, folded: &mut Folded, scores: &mut [f32]) {
         let codes = self.key_codes.as_ref().expect("coded keys have codes");
-        let base = Scored { codes, head: group.kv_head, queries: &group.base };
-        let Some(side) = &self.side else { return KeyCodes::add_scores(&[base], blocks, folded, scores) };
+        let head = group.kv_head;
+        if let Some(ranged) = self.key_ranged.as_ref().filter(|codes| codes.stores(head)) {
+            let ranged = Scored { codes: ranged, head, queries: &group.ranged };
+            KeyCodes::add_scores(&[ranged], blocks.clone(), folded, scores);
+        }
+        let base = [Scored { codes, head, queries: &group.base }];
+        // A head may have no bits at all.
+        let base = if codes.stores(head) { &base[..] } else { &[] };
+        let Some(side) = &self.side else { return KeyCodes::add_scores(base, blocks, folded, scores) };
         let own = |head: usize, q: usize| Scored { codes: &side.codes, head, queries: &group.side[q] };
         if !side.by_query_head {
-            return KeyCodes::add_scores(&[base, own(group.kv_head, 0)], blocks, folded, scores);
+            return match base {
+                [base] => KeyCodes::add_scores(&[*base, own(head, 0)], blocks, folded, scores),
+                _ => KeyCodes::add_scores(&[own(head, 0)], blocks, folded, scores),
+            };
         }
-        KeyCodes::add_scores(&[base], blocks.clone(), folded, scores);
+        KeyCodes::add_scores(base, blocks.clone(), folded, scores);
         for q in 0..group.count {
             KeyCodes::add_scores(&[own(group.head + q, q)], blocks.clone(), folded, &mut scores[q * TILE..]);
         }
@@ -683,12 +840,15 @@ impl PackedLayer {
     ) {
         let d = self.shape.head_dim;
         for (offset, place) in self.values.places(tile) {
-            match place {
-                Place::Codes(tokens) => {
+            match (place, &self.coefficients) {
+                (Place::Codes(tokens), Some(coefficients)) => {
+                    coefficients.add_values(group.kv_head, tokens, &p[offset..], group.count, buffers, out);
+                }
+                (Place::Codes(tokens), None) => {
                     let codes = self.value_codes.as_ref().expect("coded values have codes");
                     codes.add_values(group.kv_head, tokens, &p[offset..], group.count, &mut buffers.values, out);
                 }
-                dense => self.values.each_dense(group.kv_head, &dense, |before, values| {
+                (dense, _) => self.values.each_dense(group.kv_head, &dense, |before, values| {
                     let (p, count) = (&p[offset + before..], group.count);
                     match (values, &ahead) {
                         (Run::F16(values), Run::F16(next)) => kernels::dense_values(values, next, p, d, count, out),
@@ -716,7 +876,11 @@ impl PackedLayer {
             all
         };
         let coded = self.key_codes.as_ref().filter(|codes| codes.len() > 0).map(|codes| {
-            let base = tensor(read(codes, kv_heads, 1.0), kv_heads, d).expect("some tokens");
+            let mut all = read(codes, kv_heads, 1.0);
+            if let Some(ranged) = &self.key_ranged {
+                all.iter_mut().zip(read(ranged, kv_heads, 1.0)).for_each(|(all, own)| *all += own);
+            }
+            let base = tensor(all, kv_heads, d).expect("some tokens");
             let base = match &self.turns {
                 None => base,
                 Some(turns) => {
@@ -732,6 +896,12 @@ impl PackedLayer {
                 tensor(read(&side.codes, side_heads, sign), side_heads, side.codes.width()).expect("some tokens")
             });
             CodedKeys { base, side }
+        });
+        let transformed = self.coefficients.as_ref().and_then(|values| {
+            let tokens = values.codes.len();
+            let mut all = vec![0.0; kv_heads * tokens * d];
+            all.chunks_mut(d).enumerate().for_each(|(i, out)| values.read(i / tokens, i % tokens, out));
+            tensor(all, kv_heads, d)
         });
         let coded_values = self.value_codes.as_ref().and_then(|codes| {
             let mut all = vec![0.0; kv_heads * codes.len() * d];
@@ -753,7 +923,7 @@ impl PackedLayer {
         let keys = Resumed { flush: self.keys.flush, coded, coded_len: self.keys.coded, sinks, window };
         let (sinks, window) = dense(&self.values);
         let flush = self.values.flush;
-        let values = Resumed { flush, coded: coded_values, coded_len: self.values.coded, sinks, window };
+        let values = Resumed { flush, coded: transformed.or(coded_values), coded_len: self.values.coded, sinks, window };
         LayerState::resumed(self.keys.kind, self.len(), keys, values, masses)
     }
 }
@@ -826,9 +996,22 @@ fn append_turned<'a>(
     start
 }
 
-fn append_keys(codes: &mut KeyCodes, stored: Stored) {
-    let empty = |x: Option<Tensor<4>>| x.map(host).unwrap_or_default();
-    codes.append(&host(stored.codes), &empty(stored.scale), &empty(stored.zero));
+/// Codes of keys, side codes or transformed values as stored, on the host.
+struct HostCodes {
+    codes: Vec<f32>,
+    scale: Vec<f32>,
+    zero: Vec<f32>,
+}
+
+impl HostCodes {
+    fn of(stored: Stored) -> Self {
+        let empty = |x: Option<Tensor<4>>| x.map(host).unwrap_or_default();
+        Self { codes: host(stored.codes), scale: empty(stored.scale), zero: empty(stored.zero) }
+    }
+
+    fn append_to(&self, codes: &mut KeyCodes) {
+        codes.append(&self.codes, &self.scale, &self.zero);
+    }
 }
 
 /// Values as stored, on the host.

@@ -2,10 +2,12 @@
 
 #![allow(dead_code, missing_docs, clippy::unwrap_used)]
 
+use std::sync::Arc;
+
 use burn::tensor::{Device, Tensor, TensorData};
 use half::f16;
 use headq::gaussian::{lloyd_max, uniform_step};
-use headq::scheme::{BaseScheme, Flush, Policy, Quantizer, RangeSource, Scheme, Scope, SideScales, ValueScheme};
+use headq::scheme::{BaseScheme, Flush, MOST_LLOYD_BITS, Policy, Quantizer, RangeSource, Scheme, Scope, SideScales, ValueScheme};
 use headq::transform::{HeadTransform, range_factor};
 use headq::{AttentionSite, Basis, HeadMoments, HeadqAttention, KeyStatistics, QuantizedCache};
 use nalgebra::DMatrix;
@@ -51,6 +53,11 @@ pub const SCHEMES: &[&str] = &[
     "klt-4.5(g=8,r=5,sinks=1)+query-pca(rank=4,bits=4)",
     "klt-3(g=8,r=5,ranges=static)",
     "klt-1(g=1,r=3,sinks=0,range=0.9,ranges=static)+score-optimal(rank=4,bits=3,scope=query-head)",
+    "klt-2(g=8,r=5,metric=fisher,ranges=lloyd)",
+    "klt-4.5(g=8,r=0,sinks=1,ranges=lloyd)+query-pca(rank=4,bits=4)/klt-3(ranges=static)",
+    "klt-1(g=8,r=5,metric=fisher)/klt-1.5(r=9)",
+    "kivi-2(g=8,r=5,sinks=1)/klt-4(g=4,r=9,sinks=2,ranges=lloyd,meta=f32)",
+    "dense/klt-2.5(g=8,r=5,ranges=lloyd)",
     "rotated-1(g=8,r=5)",
     "rotated-2(g=8,r=5,c=4,center)",
     "rotated-4(g=1,r=3,sinks=2)",
@@ -143,28 +150,47 @@ pub fn key_statistics(kv_heads: usize, width: usize) -> KeyStatistics {
         });
         x.transpose() * &x / (2 * width) as f64
     };
-    let moments = |head| HeadMoments { queries: second(head, 1), keys: second(head, 2) };
-    KeyStatistics {
+    let moments = |salt: usize| {
+        let of = move |head| HeadMoments {
+            gradients: Some(second(head, salt + 2)),
+            ..HeadMoments::new(second(head, salt), second(head, salt + 1))
+        };
+        (0..kv_heads).map(of).collect()
+    };
+    let statistics = |salt: usize, values| KeyStatistics {
         kv_heads,
         head_dim: width,
-        mean: row(2.0, 0.3),
+        mean: row(2.0, 0.3 * salt as f32),
         deviation: row(0.5, 1.0),
         rms: row(0.7, 1.2),
-        moments: (0..kv_heads).map(moments).collect(),
-    }
+        moments: moments(salt),
+        values,
+        fits: Default::default(),
+    };
+    statistics(1, Some(Arc::new(statistics(4, None))))
 }
 
 /// Coefficient by coefficient, each over the tokens of a block, and back.
 fn transform_and_code(rows: &[Vec<f64>], base: &BaseScheme, moments: &HeadMoments) -> Head {
-    let head = HeadTransform::fit(moments, base.bits);
+    let head = HeadTransform::fit(moments, base);
     let (d, wide) = (rows[0].len(), base.meta == headq::scheme::Meta::F32);
     let y = |row: &[f64], i: usize| (0..d).map(|c| head.analysis[(c, i)] * row[c]).sum::<f64>();
     let mut read = vec![vec![0.0; d]; rows.len()];
     for (i, &bits) in head.bits.iter().enumerate().filter(|(_, bits)| **bits > 0) {
         let column: Vec<f64> = rows.iter().map(|row| y(row, i)).collect();
         let range = match base.ranges {
-            RangeSource::Group => {
-                let factor = f64::from((range_factor(bits) * base.range).min(1.0));
+            RangeSource::Lloyd if bits <= MOST_LLOYD_BITS => {
+                let size = head.spread[i].sqrt() * f64::from(base.range);
+                let levels = &lloyd_max(bits).levels;
+                for (row, y) in read.iter_mut().zip(&column) {
+                    let nearest = levels.iter().map(|l| l * size);
+                    let y = nearest.min_by(|a, b| (a - y).abs().total_cmp(&(b - y).abs())).unwrap();
+                    (0..d).for_each(|c| row[c] += head.synthesis[(c, i)] * y);
+                }
+                continue;
+            }
+            RangeSource::Group | RangeSource::Lloyd => {
+                let factor = f64::from(range_factor(bits)) * f64::from(base.range);
                 cells(&column, bits, factor, wide)
             }
             RangeSource::Static => {
@@ -416,13 +442,23 @@ fn code_values(
     for block in blocks(flush, v.len()) {
         let at = |bits: u32| per_token(&v[block.clone()], bits, c, value.range.into());
         let start = block.start;
-        if value.policy == Policy::Token {
-            block.clone().zip(at(value.bits)).for_each(|(j, row)| read[j] = Some(row));
+        if let Some(base) = value.transformed(None) {
+            let statistics = key_statistics(head + 1, v[0].len());
+            let values = statistics.values.as_ref().unwrap();
+            let mean: Vec<f64> = values.mean[head * v[0].len()..].iter().map(|m| f64::from(*m)).collect();
+            let shifted: Head = v[block.clone()].iter().map(|row| row.iter().zip(&mean).map(|(v, m)| v - m).collect()).collect();
+            let back = transform_and_code(&shifted, &base, &values.moments[head]);
+            let whole = |row: Vec<f64>| row.iter().zip(&mean).map(|(v, m)| v + m).collect();
+            block.clone().zip(back).for_each(|(j, row)| read[j] = Some(whole(row)));
             continue;
         }
-        let mean = at(value.bits);
+        if value.policy == Policy::Token {
+            block.clone().zip(at(value.bits.ceil())).for_each(|(j, row)| read[j] = Some(row));
+            continue;
+        }
+        let mean = at(value.bits.ceil());
         let weight = |j: usize| match value.policy {
-            Policy::Token => unreachable!("uniform values were coded above"),
+            Policy::Token | Policy::Klt => unreachable!("uniform and transformed values were coded above"),
             Policy::A2 => mass(j),
             Policy::Mse => squared_distance(&mean[j - start], &v[j]),
             Policy::Recency => j as f64,
@@ -439,7 +475,7 @@ fn code_values(
         };
         let mut order: Vec<usize> = block.clone().collect();
         order.sort_by(|&a, &b| weight(b).total_cmp(&weight(a)).then(a.cmp(&b)));
-        let (more, less) = (at(value.bits + 1), at(value.bits - 1));
+        let (more, less) = (at(value.bits.ceil() + 1), at(value.bits.ceil() - 1));
         for (place, &j) in order.iter().enumerate() {
             read[j] = Some(if place < order.len() / 2 { more[j - start].clone() } else { less[j - start].clone() });
         }
