@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::artifact::{BasisArtifact, StatsArtifact};
 use crate::generate::{Cache, Steps};
+use crate::overlap::{MadeFrom, Overlaps};
 use crate::text::{TextInfo, Windows};
 use crate::workers::{Cores, map_in_order};
 use crate::{LabError, Observer, PROGRAM};
@@ -98,6 +99,13 @@ impl Sources {
         Ok(sources)
     }
 
+    /// What every artifact was made from, to hold scored text against.
+    pub fn made_from(&self) -> Vec<MadeFrom<'_>> {
+        let stats = self.stats.iter().map(|(path, artifact)| artifact.header.made_from(path));
+        let bases = self.bases.iter().chain(&self.trained).map(|(path, artifact)| artifact.header.made_from(path));
+        stats.chain(bases).collect()
+    }
+
     /// Parses a scheme, checks it against the model and finds or derives its basis.
     ///
     /// # Errors
@@ -141,7 +149,17 @@ impl Sources {
     /// As [`Sources::plan`], and for an artifact given in vain.
     pub fn plan_all(&self, asked: &[String], config: &ModelConfig, seed: u64) -> Result<Vec<PlannedScheme>, LabError> {
         let planned = asked.iter().map(|s| self.plan(s, config, seed)).collect::<Result<Vec<_>, _>>()?;
-        let corrected = || planned.iter().filter_map(|p| Some((p.scheme.key?.base, p.scheme.key?.side?)));
+        self.check_used(planned.iter().map(|p| &p.scheme), config)?;
+        Ok(planned)
+    }
+
+    /// Fails where none of these schemes can use a given basis.
+    pub(crate) fn check_used<'a>(
+        &self,
+        schemes: impl Iterator<Item = &'a Scheme> + Clone,
+        config: &ModelConfig,
+    ) -> Result<(), LabError> {
+        let corrected = || schemes.clone().filter_map(|s| Some((s.key?.base, s.key?.side?)));
         for (path, artifact) in &self.bases {
             let reasons: Vec<String> =
                 corrected().filter_map(|(base, side)| artifact_agrees(artifact, &base, &side, config).err()).collect();
@@ -150,7 +168,7 @@ impl Sources {
                 return Err(LabError::Artifact { path: path.clone(), reason });
             }
         }
-        Ok(planned)
+        Ok(())
     }
 
     fn basis(
@@ -284,6 +302,9 @@ pub struct Evaluation {
     pub add_bos: bool,
     /// Texts.
     pub texts: Vec<TextInfo>,
+    /// Whether any of them was calibrated on; absent where an older version evaluated.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub overlap: Option<Overlaps>,
     /// By scheme, in the order asked; dense first if it was not asked for.
     pub schemes: Vec<SchemeResult>,
     /// Seconds of the dense pass without diagnostics; only where timings were asked for.
@@ -333,6 +354,8 @@ pub struct Request<'a> {
     pub texts: &'a [Windows],
     /// Whether windows begin with the beginning-of-sequence token.
     pub add_bos: bool,
+    /// What they share with text that was calibrated on.
+    pub overlap: Overlaps,
     /// Schemes.
     pub schemes: &'a [PlannedScheme],
     /// Seed that the bases were made with.
@@ -415,6 +438,7 @@ impl Request<'_> {
             windows: self.texts[0].windows.len(),
             add_bos: self.add_bos,
             texts: self.texts.iter().map(|t| t.text.clone()).collect(),
+            overlap: Some(self.overlap.clone()),
             schemes: results,
             dense_seconds,
         })

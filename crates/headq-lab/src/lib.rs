@@ -12,8 +12,10 @@ pub mod generate;
 pub mod hub;
 pub mod memory;
 mod observe;
+pub mod overlap;
 pub mod report;
 pub mod run;
+pub mod sweep;
 pub mod text;
 pub mod workers;
 

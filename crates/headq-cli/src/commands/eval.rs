@@ -2,7 +2,7 @@
 
 use headq_lab::artifact::{Output, check_writable, write_atomic};
 use headq_lab::evaluate::{Forget, Request, Sources};
-use headq_lab::{LabError, report};
+use headq_lab::{LabError, overlap, report};
 
 use super::Context;
 use crate::args::Eval;
@@ -15,7 +15,7 @@ pub fn run(context: &Context, args: &Eval) -> Result<(), LabError> {
     let (loaded, windows) = context.load(&args.model, &args.text)?;
     let sources = Sources::load(&args.stats, &args.basis, &loaded.fingerprint)?;
     let schemes = sources.plan_all(&args.scheme, loaded.config(), context.seed())?;
-    headq_lab::compare::warn_of_seen(&windows, &sources)?;
+    let overlap = overlap::check(&windows, args.text.add_bos, &sources.made_from(), args.overlap.allow_overlap)?;
     args.out.as_deref().map_or(Ok(()), |out| check_writable(out, Output::Report))?;
     let request = Request {
         model: &loaded.model,
@@ -24,6 +24,7 @@ pub fn run(context: &Context, args: &Eval) -> Result<(), LabError> {
         device: context.device_label(&loaded)?,
         texts: &windows,
         add_bos: args.text.add_bos,
+        overlap,
         schemes: &schemes,
         seed: context.seed(),
         diagnostics: !args.no_diagnostics,

@@ -15,6 +15,7 @@ pub mod report;
 pub mod run;
 pub mod serve;
 pub mod suite;
+pub mod sweep;
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
