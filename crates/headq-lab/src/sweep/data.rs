@@ -203,6 +203,8 @@ pub struct Best {
     pub scheme: String,
     /// Bits that it has of those that are bounded.
     pub bits: f64,
+    /// Its cache bits, all-in: schemes of other groups keep other shares of a window dense.
+    pub cache_bits: f64,
     /// Its perplexity.
     pub ppl: f64,
     /// Its excess.

@@ -70,6 +70,7 @@ pub fn best(rows: &[Row], budgets: &[f64], bits: BitsOf) -> Vec<Best> {
                 family: row.family.clone(),
                 scheme: row.scheme.clone(),
                 bits: bits.of(row),
+                cache_bits: row.cache_bits,
                 ppl: row.ppl,
                 excess: row.excess,
                 kl: row.kl,

@@ -72,6 +72,7 @@ pub fn budgets(sweep: &Sweep) -> Option<String> {
             b.scheme.clone(),
             format!("{}", b.budget),
             bits(b.bits),
+            format!("{:.3}", b.cache_bits),
             format!("{:.3}", b.ppl),
             format!("{:+.2} %", 100.0 * b.excess),
             number(Some(b.kl)),
@@ -79,9 +80,20 @@ pub fn budgets(sweep: &Sweep) -> Option<String> {
             if b.close { "✓" } else { "" }.into(),
         ]
     };
-    let bits = format!("{} bits", sweep.bits);
-    let header =
-        ["coded", "family", "scheme", "budget", &bits, "ppl", "excess", "KL to dense", "Δnll to best", "close"];
+    let bits = format!("{} bits bounded", sweep.bits);
+    let header = [
+        "coded",
+        "family",
+        "scheme",
+        "budget",
+        &bits,
+        "cache bits",
+        "ppl",
+        "excess",
+        "KL to dense",
+        "Δnll to best",
+        "close",
+    ];
     (!sweep.budgets.is_empty()).then(|| grid(&header, sweep.budgets.iter().map(row), 3))
 }
 

@@ -114,6 +114,7 @@ fn budgets(sweep: &Sweep) -> Table {
         ("family", Align::Left, |b| b.family.as_str().into()),
         ("scheme", Align::Left, |b| scheme(&b.scheme)),
         ("bits", Align::Right, |b| bits(b.bits)),
+        ("cache bits", Align::Right, |b| format::fixed(b.cache_bits, 3).into()),
         ("ppl", Align::Right, |b| format::perplexity(b.ppl).into()),
         ("excess", Align::Right, |b| format::percent(b.excess).into()),
         ("KL to dense", Align::Right, |b| number(Some(b.kl))),
@@ -129,7 +130,8 @@ fn budgets(sweep: &Sweep) -> Table {
         }
     }
     let caption = "The best scheme of each family within a budget, best first. ✓: perplexity within 0.3 % of the best, or a loss within one \
-                   standard error, paired by window.";
+                   standard error, paired by window. Where budgets bound code bits, schemes of larger groups keep more of a window dense: cache bits \
+                   count that.";
     Table::grouped(caption, COLUMNS, groups)
 }
 
