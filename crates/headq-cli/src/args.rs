@@ -72,6 +72,7 @@ pub enum Command {
     Basis(Basis),
     Eval(Eval),
     Compare(Compare),
+    Sweep(Sweep),
     Diagnose(Diagnose),
     Finetune(Finetune),
     Search(Search),
@@ -103,6 +104,14 @@ pub struct TextArgs {
     /// Begin every window with the model's beginning-of-sequence token.
     #[arg(long)]
     pub add_bos: bool,
+}
+
+/// Text that is scored, and was calibrated on.
+#[derive(Debug, Args)]
+pub struct OverlapArgs {
+    /// Score also text that the statistics or bases were made from, which is an error otherwise, and report how much of it.
+    #[arg(long)]
+    pub allow_overlap: bool,
 }
 
 /// Show a model's architecture and what its cache takes under schemes.
@@ -345,6 +354,8 @@ pub struct Eval {
     /// Also write the report as JSON to this file.
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
+    #[command(flatten)]
+    pub overlap: OverlapArgs,
 }
 
 /// Compare bases in one scheme: perplexity, attention error, captured share, angles, bits.
@@ -363,8 +374,8 @@ pub struct Eval {
 /// removes before side quantization. Principal angles say how far apart the subspaces of every
 /// two bases are, per layer and head; the JSON has all of them.
 ///
-/// Where the text, or the beginning of its file, is one that an artifact was made from, a warning
-/// says so and the result is marked "seen".
+/// Text that an artifact was made from is an error, wherever in its file it stands; with
+/// --allow-overlap the result is marked "seen" instead.
 ///
 /// Example:
 ///
@@ -394,6 +405,81 @@ pub struct Compare {
     /// Also write the comparison as JSON to this file.
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
+    #[command(flatten)]
+    pub overlap: OverlapArgs,
+}
+
+/// Sweep over every family of schemes: perplexity and divergence against all-in bits, and the fronts.
+///
+/// Takes default schemes of every family (kivi, token, grid, rotated and klt of 1 to 4 bits, score-aware
+/// rounding, corrections of kivi and token), all with the same sinks and window, and those of
+/// --scheme; without values (--kv k), with values of as many bits as the keys and at least 2
+/// (--kv kv), or both. Each is measured on the same windows as the dense model: perplexity, its
+/// excess over the dense model's with a standard error paired by window, and KL, the divergence
+/// of next-token distributions from the dense model's (not of attention, as in `headq eval`).
+/// A scheme is on a front where no other that codes the same (keys only, or keys and values) has
+/// both no more cache bits and no more of perplexity or KL. Cache bits are all-in: everything that
+/// the cache holds in windows of --context tokens, what stays dense included.
+///
+/// Schemes that are calibrated come from --stats and --basis, and where those do not serve from
+/// --calibration-text, which is calibrated on once for each base quantizer. Default schemes that
+/// neither serves, or that code nothing in such windows, are left out, and the report says so.
+///
+/// RUN holds sweep.json, front.svg, report.html and report.md. Interrupt it at will: each scheme is
+/// kept as it ends, and a sweep started again goes on, also with more schemes or other budgets.
+///
+/// Example:
+///
+///   headq sweep checkpoints/headq-embedded \
+///     --text checkpoints/headq-embedded/test.txt --context 256 --windows 8 \
+///     --calibration-text checkpoints/headq-embedded/calibration.txt --residual 32 \
+///     --bits 2,2.25,3 --out runs/sweep
+#[derive(Debug, Args)]
+#[command(verbatim_doc_comment)]
+pub struct Sweep {
+    /// Model folder, .gguf or .onnx file, or hf:ORG/NAME[@REV][:FILE].
+    pub model: PathBuf,
+    #[command(flatten)]
+    pub text: TextArgs,
+    /// Statistics artifact; repeat for several base quantizers.
+    #[arg(long, value_name = "STATS")]
+    pub stats: Vec<PathBuf>,
+    /// Basis artifact; repeat for several. Taken before --stats.
+    #[arg(long, value_name = "BASIS")]
+    pub basis: Vec<PathBuf>,
+    /// Text to calibrate on where no statistics serve a scheme; repeat for several.
+    #[arg(long, value_name = "FILE")]
+    pub calibration_text: Vec<PathBuf>,
+    /// Windows of each text to calibrate on.
+    #[arg(long, value_name = "W", default_value_t = 8)]
+    pub calibration_windows: usize,
+    /// Which default schemes: k, keys only; kv, keys and values; or both.
+    #[arg(long, value_name = "KV", default_value = "both")]
+    pub kv: headq_lab::sweep::Kv,
+    /// First tokens that default schemes keep dense.
+    #[arg(long, value_name = "N", default_value_t = 4)]
+    pub sinks: usize,
+    /// Newest tokens that default schemes keep dense.
+    #[arg(long, value_name = "R", default_value_t = 128)]
+    pub residual: usize,
+    /// A further scheme; repeat for several. `headq eval --help` explains schemes.
+    #[arg(long, value_name = "S")]
+    pub scheme: Vec<String>,
+    /// Leave out the default schemes.
+    #[arg(long, requires = "scheme")]
+    pub only_schemes: bool,
+    /// Budgets, separated by commas: for each the best scheme of every family at or under it is named, and marked where it is within
+    /// 0.3 % of the best perplexity or one paired standard error.
+    #[arg(long, value_name = "B,…", value_delimiter = ',')]
+    pub bits: Vec<f64>,
+    /// What --bits bounds: code, bits per coded element (of keys, or the mean of keys and values), or cache, all-in at the context.
+    #[arg(long, value_name = "WHAT", default_value = "code")]
+    pub bits_of: headq_lab::sweep::data::BitsOf,
+    /// Folder of the sweep.
+    #[arg(long, value_name = "RUN")]
+    pub out: PathBuf,
+    #[command(flatten)]
+    pub overlap: OverlapArgs,
 }
 
 /// Test the evidence chain: does the method hold on this model?
@@ -469,6 +555,8 @@ pub struct Diagnose {
     /// Folder of the run.
     #[arg(long, value_name = "RUN")]
     pub out: PathBuf,
+    #[command(flatten)]
+    pub overlap: OverlapArgs,
 }
 
 /// Train the basis of a scheme's side code with gradients, the model frozen.
@@ -720,6 +808,8 @@ pub struct Run {
     /// Folder of the run instead of runs/NAME.
     #[arg(long, value_name = "DIR")]
     pub out: Option<PathBuf>,
+    #[command(flatten)]
+    pub overlap: OverlapArgs,
 }
 
 /// Run several configurations, one after the other, and write their joint report.
@@ -740,6 +830,8 @@ pub struct Suite {
     /// Folder of the suite.
     #[arg(long, value_name = "DIR")]
     pub out: PathBuf,
+    #[command(flatten)]
+    pub overlap: OverlapArgs,
 }
 
 /// List the backends that this program was built with, and the devices that are present.

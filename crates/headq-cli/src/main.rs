@@ -31,6 +31,7 @@ fn main() -> ExitCode {
         Command::Basis(args) => commands::basis::run(&context, args),
         Command::Eval(args) => commands::eval::run(&context, args),
         Command::Compare(args) => commands::compare::run(&context, args),
+        Command::Sweep(args) => commands::sweep::run(&context, args),
         Command::Diagnose(args) => commands::diagnose::run(&context, args),
         Command::Finetune(args) => commands::finetune::run(&context, args),
         Command::Search(args) => commands::search::run(&context, args),

@@ -1076,7 +1076,7 @@ fn missing_key() {
 fn keys_of_the_wrong_type() {
     config_fails(&config(2).replace("windows = 2", "windows = \"2\""), &["run.toml", "expected usize", "string \"2\""]);
     config_fails(&config(2).replace("windows = 2", "windows = -2"), &["integer `-2`"]);
-    config_fails(&config(2).replace("\"other.txt\"", "7"), &["expected a file name or a list of file names"]);
+    config_fails(&config(2).replace("\"calibration.txt\"", "7"), &["expected a file name or a list of file names"]);
     config_fails(&config(2).replace("name = \"tiny\"", "name = [\"tiny\"]"), &["line 1", "expected a string"]);
 }
 
@@ -1192,7 +1192,7 @@ fn windows_to_measure_and_windows_to_calibrate_on() {
 #[test]
 fn a_text_both_measured_and_calibrated_on() {
     let world = World::new(GQA);
-    let needles = ["text.txt", "is measured, and so is no text to calibrate on"];
+    let needles = ["text text.txt: at least 256 of its 256 tokens (4 of 4 windows) are in ", "--allow-overlap"];
     diagnosis_fails(&world, 1, &["--calibration-text", "text.txt"], &needles);
     // By content, whatever it is called.
     world.write("copy.txt", world.read("text.txt"));

@@ -288,11 +288,12 @@ fn the_example_of_the_help_text_runs_and_random_is_worst() {
 fn texts_that_an_artifact_was_made_from_are_marked() {
     let world = world();
     make_basis(&world, "query-pca", "4", "kv-head", "pca");
-    world.succeeds(&[&["calibrate"][..], &TEXT[1..], &["--base", BASE, "--out", "other-stats"]].concat());
+    world.succeeds(&[&["calibrate"][..], &TEXT[1..], &["--base", BASE, "--out", "other-stats", "-q"]].concat());
     let basis = ["basis", "other-stats", "--family", "query-pca", "--rank", "4", "--out", "other"];
     world.succeeds(&basis);
     let run = |text: &[&str], more: &[&str]| {
-        let args = ["compare", "model", "--context", "32", "--windows", "2", "--scheme", SCHEME, "--json"];
+        let args =
+            ["compare", "model", "--context", "32", "--windows", "2", "--scheme", SCHEME, "--json", "--allow-overlap"];
         let output = world.run(&[&args, text, &["--basis", "pca", "--basis", "other"], more].concat());
         let error = String::from_utf8(output.stderr).unwrap();
         assert!(output.status.success(), "{error}");
@@ -300,17 +301,20 @@ fn texts_that_an_artifact_was_made_from_are_marked() {
     };
     let seen = |found: &Value| [0, 1].map(|i| found["bases"][i]["seen"].as_bool().unwrap());
     for part in [&[][..], &["--max-chars", "400"]] {
-        let (found, error) = run(&[&["--text", "text.txt"], part].concat(), &[]);
+        let (found, error) = run(&[&["--text", "calibration.txt"], part].concat(), &[]);
         assert_eq!((&found["seen"], seen(&found)), (&json!(true), [true, false]));
-        assert_eq!(found["seen_by"], json!([{"artifact": "pca", "text": "text.txt"}]));
-        assert!(error.contains("text text.txt was seen by pca"), "{error}");
+        assert_eq!(found["seen_by"], json!([{"artifact": "pca", "text": "calibration.txt"}]));
+        assert!(error.contains("text calibration.txt: at least 64 of its 64 tokens (2 of 2 windows)"), "{error}");
+        assert!(error.contains("which pca was made from: this is no test on new text"), "{error}");
+        assert_eq!(found["overlap"]["status"], "found");
     }
-    let (found, error) = run(&["--text", "text.txt", "--text", "other.txt"], &["--quiet"]);
+    let (found, error) = run(&["--text", "calibration.txt", "--text", "other.txt"], &["--quiet"]);
     assert_eq!((seen(&found), error.as_str()), ([true, true], ""));
     world.write("new.txt", common::text(2400, 9));
     let (found, error) = run(&["--text", "new.txt"], &[]);
     assert_eq!((&found["seen"], seen(&found)), (&json!(false), [false, false]));
-    assert!(!error.contains("seen"), "{error}");
+    assert!(!error.contains("new text"), "{error}");
+    assert_eq!(found["overlap"], json!({"status": "none", "found": [], "unknown": []}));
 }
 
 #[test]

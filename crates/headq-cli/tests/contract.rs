@@ -393,7 +393,7 @@ fn statistics_are_as_documented() {
     ] {
         assert_eq!(header[key], value, "{key}");
     }
-    assert_eq!(header["texts"][0]["path"], "text.txt");
+    assert_eq!(header["texts"][0]["path"], "calibration.txt");
     assert_eq!(header["texts"][0]["sha256"].as_str().unwrap().len(), 64);
     assert_eq!(tensors.len(), 12);
     for (name, heads, count) in [("q", 8, 128), ("k", 2, 128), ("e", 2, 128), ("v", 2, 128)] {
@@ -461,7 +461,7 @@ fn bases_are_as_documented() {
 fn only_files_of_the_same_kind_are_replaced() {
     let world = World::new(GQA).calibrated().calibrated();
     assert!(world.artifact("stats.safetensors").1.contains("statistics"));
-    assert_eq!(world.list("."), ["model", "other.txt", "stats.safetensors", "text.txt"]);
+    assert_eq!(world.list("."), ["calibration.txt", "model", "other.txt", "stats.safetensors", "text.txt"]);
     std::os::unix::fs::symlink("text.txt", world.path("link")).unwrap();
     world.write("mine.json", "{}");
     let before = world.snapshot();
@@ -575,7 +575,7 @@ fn another_run_does_not_touch_the_folder() {
     fails("b.toml", &[], "another configuration");
     world.write("b.toml", config(2).replace("\"model\"", "\"another\""));
     fails("b.toml", &[], "another model");
-    world.write("text.txt", common::text(2400, 3));
+    world.write("text.txt", common::text(2400, 4));
     fails("run.toml", &[], "another text");
     world.write("text.txt", common::text(2400, 1));
     std::fs::remove_file(world.path("b.toml")).unwrap();
@@ -591,7 +591,10 @@ fn another_run_does_not_touch_the_folder() {
 fn paths_of_a_configuration_are_relative_to_it() {
     let world = World::new(GQA);
     std::fs::create_dir(world.path("configs")).unwrap();
-    let text = config(2).replace("\"model\"", "\"../${HEADQ_TEST_MODEL}\"").replace("other.txt", "../other.txt");
+    let text = config(2)
+        .replace("\"model\"", "\"../${HEADQ_TEST_MODEL}\"")
+        .replace("other.txt", "../other.txt")
+        .replace("calibration.txt", "../calibration.txt");
     world.write("configs/run.toml", text.replace("\"text.txt", "\"../text.txt"));
     let output =
         world.command(&["run", "configs/run.toml", "--json"]).env("HEADQ_TEST_MODEL", "model").output().unwrap();

@@ -16,7 +16,7 @@ const BASIC: &[&str] = &[
     "finetune",
     "model",
     "--text",
-    "text.txt",
+    "calibration.txt",
     "--context",
     "64",
     "--windows",

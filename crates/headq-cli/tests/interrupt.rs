@@ -15,6 +15,7 @@ fn world() -> World {
     let world = World::new(GQA);
     world.write("text.txt", text(20_000, 4));
     world.write("other.txt", text(20_000, 5));
+    world.write("calibration.txt", text(20_000, 6));
     world.write("run.toml", config(40).replace("context = 32", "context = 128"));
     world
 }
@@ -215,7 +216,7 @@ fn interrupted_commands_write_nothing() {
             output.status.code() == Some(1) && error.contains("error: interrupted") && output.stdout.is_empty(),
             "{error}"
         );
-        assert_eq!(world.list("."), ["model", "other.txt", "run.toml", "text.txt"]);
+        assert_eq!(world.list("."), ["calibration.txt", "model", "other.txt", "run.toml", "text.txt"]);
     }
 }
 

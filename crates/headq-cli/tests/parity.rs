@@ -276,7 +276,7 @@ fn every_device_trains_the_basis_of_flex() {
 #[test]
 fn every_device_compares_as_flex_does() {
     let world = World::embedded().calibrated();
-    let args = "compare model --text other.txt --context 64 --windows 4 --scheme kivi-2(g=8,r=4)+query-pca(rank=2,bits=4)/token-2(c=8) \
+    let args = "compare model --text text.txt --context 64 --windows 4 --scheme kivi-2(g=8,r=4)+query-pca(rank=2,bits=4)/token-2(c=8) \
         --stats stats.safetensors --family query-pca --family score-optimal --family random --quiet";
     let args: Vec<&str> = args.split_whitespace().collect();
     let compared = |device: &str| world.prints(&[&args[..], &["--device", device]].concat());

@@ -52,6 +52,7 @@ use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use serde::{Deserialize, Serialize};
 
 use crate::LabError;
+use crate::overlap::{MadeFrom, Passages};
 use crate::text::TextInfo;
 
 /// Key of the header in a file's metadata.
@@ -73,6 +74,9 @@ pub struct Header {
     pub model: Fingerprint,
     /// Texts it was made from: those that it was calibrated on, and for `learned` those that were trained on and held out, first.
     pub texts: Vec<TextInfo>,
+    /// Passages of those texts, by which scored text is known that they hold ([`crate::overlap`]); none where an older version made it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub passages: Vec<Passages>,
     /// Tokens seen.
     pub tokens: usize,
     /// Tokens in a window.
@@ -449,6 +453,11 @@ fn read(path: &Path, expected: &'static str) -> Result<Vec<u8>, LabError> {
 }
 
 impl Header {
+    /// The texts of the artifact at `path`, to hold scored text against.
+    pub fn made_from(&self, path: &Path) -> MadeFrom<'_> {
+        MadeFrom { artifact: path.to_string_lossy().into_owned(), texts: &self.texts, passages: &self.passages }
+    }
+
     /// Fails unless the artifact was made from this model.
     ///
     /// # Errors

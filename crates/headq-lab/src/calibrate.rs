@@ -9,6 +9,7 @@ use headq::{Attention, AttentionSite, KeyStatistics, QuantizedCache, Scheme};
 use headq_models::{Fingerprint, LanguageModel};
 
 use crate::artifact::{Header, SCHEMA, StatsArtifact};
+use crate::overlap::Passages;
 use crate::text::Windows;
 use crate::workers::{Cores, map_in_order};
 use crate::{LabError, Observer, PROGRAM};
@@ -176,6 +177,7 @@ pub fn calibrate(
         program: PROGRAM.into(),
         model: fingerprint.clone(),
         texts: texts.iter().map(|t| t.text.clone()).collect(),
+        passages: Passages::of_all(texts, add_bos),
         tokens: windows.len() * context,
         context,
         add_bos,

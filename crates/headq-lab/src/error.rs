@@ -44,6 +44,9 @@ pub enum LabError {
         /// What is wrong and what to do.
         reason: String,
     },
+    /// Text is scored that was calibrated on.
+    #[error("{0}")]
+    Overlap(String),
     /// An artifact that cannot be read, or does not belong here.
     #[error("{}: {reason}", path.display())]
     Artifact {

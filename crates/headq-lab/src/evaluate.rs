@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::artifact::{BasisArtifact, StatsArtifact};
 use crate::generate::{Cache, Steps};
+use crate::overlap::{MadeFrom, Overlaps};
 use crate::text::{TextInfo, Windows};
 use crate::workers::{Cores, map_in_order};
 use crate::{LabError, Observer, PROGRAM, scheme_file};
@@ -59,6 +60,8 @@ pub struct Sources {
     pub stats: Vec<(std::path::PathBuf, StatsArtifact)>,
     /// Basis artifacts.
     pub bases: Vec<(std::path::PathBuf, BasisArtifact)>,
+    /// Scheme files.
+    pub schemes: Vec<(std::path::PathBuf, scheme_file::SchemeFile)>,
     /// The basis that a comparison trains for its scheme.
     pub trained: Option<(std::path::PathBuf, BasisArtifact)>,
 }
@@ -98,6 +101,26 @@ impl Sources {
         Ok(sources)
     }
 
+    /// What every artifact was made from, to hold scored text against.
+    pub fn made_from(&self) -> Vec<MadeFrom<'_>> {
+        let stats = self.stats.iter().map(|(path, artifact)| artifact.header.made_from(path));
+        let bases = self.bases.iter().chain(&self.trained).map(|(path, artifact)| artifact.header.made_from(path));
+        let schemes = self.schemes.iter().map(|(path, file)| file.made_from(path));
+        stats.chain(bases).chain(schemes).collect()
+    }
+
+    /// Takes note of the scheme files among what was asked for, which were chosen on texts of their own.
+    ///
+    /// # Errors
+    /// If one cannot be read, or was made for another model.
+    pub fn with_scheme_files(mut self, asked: &[String], model: &Fingerprint) -> Result<Self, LabError> {
+        for asked in asked {
+            scheme_file::check_model(asked, model)?;
+            self.schemes.extend(scheme_file::read(asked)?);
+        }
+        Ok(self)
+    }
+
     /// Parses a scheme, checks it against the model and finds or derives its basis.
     ///
     /// # Errors
@@ -106,10 +129,6 @@ impl Sources {
     pub fn plan(&self, asked: &str, config: &ModelConfig, seed: u64) -> Result<PlannedScheme, LabError> {
         let scheme = scheme_file::resolve(asked)?;
         scheme.check(config.head_dim)?;
-        // What needs statistics has some, and they are of the model in use.
-        if let Some((_, stats)) = self.stats.first() {
-            scheme_file::check_model(asked, &stats.header.model)?;
-        }
         let basis = match (scheme.key, scheme.side()) {
             (Some(key), Some(side)) => Some(self.basis(&scheme, &key.base, side, config, seed)?),
             _ => None,
@@ -147,7 +166,17 @@ impl Sources {
     /// As [`Sources::plan`], and for an artifact given in vain.
     pub fn plan_all(&self, asked: &[String], config: &ModelConfig, seed: u64) -> Result<Vec<PlannedScheme>, LabError> {
         let planned = asked.iter().map(|s| self.plan(s, config, seed)).collect::<Result<Vec<_>, _>>()?;
-        let corrected = || planned.iter().filter_map(|p| Some((p.scheme.key?.base, p.scheme.key?.side?)));
+        self.check_used(planned.iter().map(|p| &p.scheme), config)?;
+        Ok(planned)
+    }
+
+    /// Fails where none of these schemes can use a given basis.
+    pub(crate) fn check_used<'a>(
+        &self,
+        schemes: impl Iterator<Item = &'a Scheme> + Clone,
+        config: &ModelConfig,
+    ) -> Result<(), LabError> {
+        let corrected = || schemes.clone().filter_map(|s| Some((s.key?.base, s.key?.side?)));
         for (path, artifact) in &self.bases {
             let reasons: Vec<String> =
                 corrected().filter_map(|(base, side)| artifact_agrees(artifact, &base, &side, config).err()).collect();
@@ -156,7 +185,7 @@ impl Sources {
                 return Err(LabError::Artifact { path: path.clone(), reason });
             }
         }
-        Ok(planned)
+        Ok(())
     }
 
     fn basis(
@@ -290,6 +319,9 @@ pub struct Evaluation {
     pub add_bos: bool,
     /// Texts.
     pub texts: Vec<TextInfo>,
+    /// Whether any of them was calibrated on; absent where an older version evaluated.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub overlap: Option<Overlaps>,
     /// By scheme, in the order asked; dense first if it was not asked for.
     pub schemes: Vec<SchemeResult>,
     /// Seconds of the dense pass without diagnostics; only where timings were asked for.
@@ -339,6 +371,8 @@ pub struct Request<'a> {
     pub texts: &'a [Windows],
     /// Whether windows begin with the beginning-of-sequence token.
     pub add_bos: bool,
+    /// What they share with text that was calibrated on.
+    pub overlap: Overlaps,
     /// Schemes.
     pub schemes: &'a [PlannedScheme],
     /// Seed that the bases were made with.
@@ -421,6 +455,7 @@ impl Request<'_> {
             windows: self.texts[0].windows.len(),
             add_bos: self.add_bos,
             texts: self.texts.iter().map(|t| t.text.clone()).collect(),
+            overlap: Some(self.overlap.clone()),
             schemes: results,
             dense_seconds,
         })

@@ -13,10 +13,12 @@ mod gradients;
 pub mod hub;
 pub mod memory;
 mod observe;
+pub mod overlap;
 pub mod report;
 pub mod run;
 pub mod scheme_file;
 pub mod search;
+pub mod sweep;
 pub mod text;
 pub mod workers;
 

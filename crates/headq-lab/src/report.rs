@@ -3,6 +3,7 @@
 use comfy_table::{CellAlignment, Table, presets};
 
 use crate::evaluate::{Evaluation, SchemeResult};
+use crate::overlap::Overlaps;
 
 /// A column of the result table: its title, what it shows, and whether it is shown on a terminal too.
 type Column = (&'static str, fn(&SchemeResult) -> String, bool);
@@ -80,5 +81,6 @@ pub fn provenance(evaluation: &Evaluation) -> Vec<String> {
             &t.sha256[..12]
         ));
     }
+    lines.extend(e.overlap.iter().flat_map(Overlaps::lines).map(|line| format!("OVERLAP: {line}")));
     lines
 }

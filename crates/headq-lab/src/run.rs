@@ -18,7 +18,8 @@ use crate::calibrate::check_base;
 use crate::compare::candidates::Asked;
 use crate::diagnose::thresholds::Thresholds;
 use crate::evaluate::{Evaluation, PartStore, PlannedScheme, Request, Sources};
-use crate::text::{WindowOptions, Windows, load_windows};
+use crate::overlap::{self, MadeFrom, Passages};
+use crate::text::{TextInfo, WindowOptions, Windows, load_windows};
 use crate::{LabError, Observer, calibrate, finetune, hub};
 
 /// A run's configuration, as TOML. Paths are relative to the file. `${NAME}` stands for an environment variable; a path that begins
@@ -42,6 +43,9 @@ pub struct RunConfig {
     /// Begin every window with the beginning-of-sequence token.
     #[serde(default)]
     pub add_bos: bool,
+    /// Score also text that was calibrated on, and report that it was; otherwise an error.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub allow_overlap: bool,
     /// A `config.json` for a model that has none beside it, or in place of its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model_config: Option<String>,
@@ -216,6 +220,11 @@ fn default_device() -> String {
 }
 
 impl RunConfig {
+    /// Without what changes no number.
+    pub(crate) fn identity(&self) -> Self {
+        Self { allow_overlap: false, ..self.clone() }
+    }
+
     /// How the model is loaded.
     pub fn load_options(&self) -> LoadOptions {
         LoadOptions {
@@ -392,34 +401,48 @@ pub(crate) struct Folder(pub PathBuf);
 impl Folder {
     /// Makes the folder, or takes up a run of the same manifest, and holds a lock on it.
     pub fn open(path: &Path, manifest: &Manifest) -> Result<(Self, Hold), LabError> {
-        let file = path.join("run.json");
-        let taken_up = file.exists();
-        if taken_up {
-            let found: Option<Manifest> = kept(&file, "the run")?;
+        Self::take(path, "run.json", "run", manifest, |file| {
+            let found: Option<Manifest> = kept(file, "the run")?;
             let other = |what: &str| LabError::Artifact {
                 path: path.to_owned(),
                 reason: format!("holds a run with another {what}; give another --out, or remove the folder"),
             };
             match found {
-                None => return Err(other("version of this program")),
-                Some(f) if f.model != manifest.model => return Err(other("model")),
+                None => Err(other("version of this program")),
+                Some(f) if f.model != manifest.model => Err(other("model")),
                 Some(f) if f.config != manifest.config => {
-                    return Err(other(&format!("configuration ({})", differences(&f.config, &manifest.config))));
+                    Err(other(&format!("configuration ({})", differences(&f.config, &manifest.config))))
                 }
-                Some(f) if f.texts != manifest.texts => return Err(other("text or tokenizer")),
-                Some(f) if f.bases != manifest.bases => return Err(other("basis file")),
-                Some(f) if f.program != manifest.program => return Err(other("version of this program")),
-                Some(_) => {}
+                Some(f) if f.texts != manifest.texts => Err(other("text or tokenizer")),
+                Some(f) if f.bases != manifest.bases => Err(other("basis file")),
+                Some(f) if f.program != manifest.program => Err(other("version of this program")),
+                Some(_) => Ok(()),
             }
+        })
+    }
+
+    /// Makes the folder of some `work`, whose file `name` holds what it is; or takes it up where `same` finds that file to be of the
+    /// same kind. Holds a lock on it.
+    pub fn take(
+        path: &Path,
+        name: &str,
+        work: &str,
+        manifest: &impl Serialize,
+        same: impl FnOnce(&Path) -> Result<(), LabError>,
+    ) -> Result<(Self, Hold), LabError> {
+        let file = path.join(name);
+        let taken_up = file.exists();
+        if taken_up {
+            same(&file)?;
         } else if path.exists() && list(path)?.iter().any(|p| !is_temporary(p) && !p.ends_with(LOCK)) {
-            let reason = "is not empty and holds no run; give another --out".into();
+            let reason = format!("is not empty and holds no {work}; give another --out");
             return Err(LabError::Artifact { path: path.to_owned(), reason });
         }
         let made_folder = !path.exists();
         std::fs::create_dir_all(path).map_err(LabError::io(path))?;
         let lock = File::create(path.join(LOCK)).map_err(LabError::io(path))?;
         if let Err(TryLockError::WouldBlock) = lock.try_lock() {
-            let reason = "another headq is at work on this run; wait for it, or give another --out".into();
+            let reason = format!("another headq is at work on this {work}; wait for it, or give another --out");
             return Err(LabError::Artifact { path: path.to_owned(), reason });
         }
         if !taken_up {
@@ -431,7 +454,7 @@ impl Folder {
         for left in list(path)?.iter().chain(&list(&parts)?).filter(|p| is_temporary(p)) {
             std::fs::remove_file(left).map_err(LabError::io(left))?;
         }
-        Ok((Self(path.to_owned()), Hold { _lock: lock, path: path.to_owned(), made: !taken_up, made_folder }))
+        Ok((Self(path.to_owned()), Hold { _lock: lock, path: path.to_owned(), file, made: !taken_up, made_folder }))
     }
 }
 
@@ -479,6 +502,8 @@ fn differences(kept: &RunConfig, asked: &RunConfig) -> String {
 pub(crate) struct Hold {
     _lock: File,
     path: PathBuf,
+    /// Says what the run is.
+    file: PathBuf,
     /// Whether the run began here, rather than being taken up.
     made: bool,
     made_folder: bool,
@@ -486,7 +511,7 @@ pub(crate) struct Hold {
 
 impl Drop for Hold {
     fn drop(&mut self) {
-        let (manifest, parts, lock) = (self.path.join("run.json"), self.path.join("parts"), self.path.join(LOCK));
+        let (manifest, parts, lock) = (self.file.clone(), self.path.join("parts"), self.path.join(LOCK));
         let own = [&manifest, &parts, &lock];
         let nothing_else = |found: Vec<PathBuf>| found.iter().all(|f| own.contains(&f));
         let unfinished = list(&self.path).is_ok_and(nothing_else) && list(&parts).is_ok_and(|parts| parts.is_empty());
@@ -548,7 +573,7 @@ pub(crate) fn slug(text: &str) -> String {
 
 /// Base quantizers that must be calibrated: each one whose residuals a side scheme depends on, or any one where queries or keys alone
 /// matter.
-fn bases_to_calibrate(schemes: &[Scheme]) -> Vec<BaseScheme> {
+pub(crate) fn bases_to_calibrate(schemes: &[Scheme]) -> Vec<BaseScheme> {
     let with_side = || schemes.iter().filter_map(|s| Some((s.key?.base, s.key?.side?)));
     let mut bases: Vec<BaseScheme> = Vec::new();
     for (base, side) in with_side() {
@@ -663,15 +688,18 @@ pub fn run(
     };
     let training_texts =
         config.finetune.as_ref().map(|f| training_windows(f, &tokenizer, config.add_bos)).transpose()?;
-    let given = Sources::load::<String>(&[], &eval.basis, &loaded.fingerprint)?;
+    let given = Sources::load::<String>(&[], &eval.basis, &loaded.fingerprint)?
+        .with_scheme_files(&eval.schemes, &loaded.fingerprint)?;
     let others = [config.calibrate.as_ref().map(|c| c.context), config.finetune.as_ref().map(|f| f.context)];
     let needed = others.into_iter().flatten().fold(eval.context, usize::max);
     check_context(&loaded, needed)?;
     let bases = planned_calibrations(config, &schemes, &given, &loaded)?;
+    let calibrated_on = if bases.is_empty() { &[] } else { calibration_texts.as_slice() };
+    check_overlap(config, &eval_texts, calibrated_on, training_texts.as_ref(), &given)?;
     announce(&loaded, needed);
     let manifest = Manifest {
         program: crate::PROGRAM.into(),
-        config: config.clone(),
+        config: config.identity(),
         model: loaded.fingerprint.clone(),
         texts: calibration_texts
             .iter()
@@ -691,7 +719,6 @@ pub fn run(
         }
     }
     let planned = sources.plan_all(&eval.schemes, loaded.config(), config.seed)?;
-    crate::compare::warn_of_seen(&eval_texts, &sources)?;
     keep_bases(&planned, &sources, &folder, config.seed)?;
     let request = Request {
         model: &loaded.model,
@@ -700,6 +727,7 @@ pub fn run(
         device,
         texts: &eval_texts,
         add_bos: config.add_bos,
+        overlap: overlap::find(&eval_texts, config.add_bos, &sources.made_from())?,
         schemes: &planned,
         seed: config.seed,
         diagnostics: true,
@@ -711,6 +739,28 @@ pub fn run(
     evaluation.command = Some(options.command.clone());
     write_json(&folder.0.join("report.json"), &evaluation)?;
     Ok(evaluation)
+}
+
+/// Fails where a scored text is one that the run calibrates or trains on, or that a given artifact was made from, unless the
+/// configuration allows it.
+pub(crate) fn check_overlap(
+    config: &RunConfig,
+    scored: &[Windows],
+    calibrated_on: &[Windows],
+    trained_on: Option<&(Vec<Windows>, Vec<Windows>)>,
+    given: &Sources,
+) -> Result<(), LabError> {
+    let own = |texts: Vec<&Windows>| -> (Vec<TextInfo>, Vec<Passages>) {
+        (texts.iter().map(|t| t.text.clone()).collect(), Passages::of_all(texts, config.add_bos))
+    };
+    let (calibration, training) = (
+        own(calibrated_on.iter().collect()),
+        own(trained_on.iter().flat_map(|(train, held_out)| train.iter().chain(held_out)).collect()),
+    );
+    let own = [("what [calibrate] finds", &calibration), ("what [finetune] trains", &training)];
+    let own = own.map(|(name, (texts, passages))| MadeFrom { artifact: name.into(), texts, passages });
+    let made_from: Vec<MadeFrom> = own.into_iter().chain(given.made_from()).collect();
+    overlap::check(scored, config.add_bos, &made_from, config.allow_overlap).map(drop)
 }
 
 fn is_learned(scheme: &Scheme) -> bool {
@@ -810,7 +860,10 @@ pub(crate) fn windows(
 }
 
 /// Fails where a model with learned positions has too few of them.
-pub(crate) fn check_context(loaded: &LoadedModel, needed: usize) -> Result<(), LabError> {
+///
+/// # Errors
+/// [`ModelError::ContextTooLong`] naming both.
+pub fn check_context(loaded: &LoadedModel, needed: usize) -> Result<(), LabError> {
     match loaded.config().position_limit().filter(|limit| needed > *limit) {
         Some(limit) => Err(ModelError::ContextTooLong { needed, limit }.into()),
         None => Ok(()),

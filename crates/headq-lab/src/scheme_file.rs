@@ -4,7 +4,7 @@
 //! names bits by their hash; `key_bits` and `value_bits` are these bits, `[layers][kv_heads]`, code bits per element with scales and
 //! zeros counted. Wherever a command takes a scheme, it takes the name of such a file, which ends in `.json`.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use headq::scheme::{Bits, HeadBudgets, Pool};
 use headq::Scheme;
@@ -12,7 +12,8 @@ use headq_models::Fingerprint;
 use serde::{Deserialize, Serialize};
 
 use crate::artifact::write_atomic;
-use crate::text::TextInfo;
+use crate::overlap::{MadeFrom, Passages};
+use crate::text::{TextInfo, Windows};
 use crate::{LabError, PROGRAM};
 
 /// Version of the layout.
@@ -40,6 +41,9 @@ pub struct SchemeFile {
     pub value_bits: Option<Vec<Vec<f64>>>,
     /// Texts that it was chosen on.
     pub texts: Vec<TextInfo>,
+    /// Hashes of their passages.
+    #[serde(default)]
+    pub passages: Vec<Passages>,
     /// How it was found.
     #[serde(default, skip_serializing_if = "serde_json::Value::is_null")]
     pub search: serde_json::Value,
@@ -57,7 +61,7 @@ fn interned(bits: &[Vec<f64>]) -> &'static HeadBudgets {
 
 impl SchemeFile {
     /// Of a scheme for a model.
-    pub fn new(scheme: &Scheme, model: &Fingerprint, texts: Vec<TextInfo>, search: serde_json::Value) -> Self {
+    pub fn new(scheme: &Scheme, model: &Fingerprint, texts: &[Windows], add_bos: bool, search: serde_json::Value) -> Self {
         Self {
             schema: SCHEMA,
             kind: KIND.into(),
@@ -66,9 +70,15 @@ impl SchemeFile {
             scheme: scheme.to_string(),
             key_bits: by_layer(scheme.key.map(|key| key.base.pool), model.kv_heads),
             value_bits: by_layer(scheme.value.map(|value| value.pool), model.kv_heads),
-            texts,
+            texts: texts.iter().map(|t| t.text.clone()).collect(),
+            passages: Passages::of_all(texts, add_bos),
             search,
         }
+    }
+
+    /// What it was chosen on.
+    pub fn made_from(&self, path: &Path) -> MadeFrom<'_> {
+        MadeFrom { artifact: path.to_string_lossy().into_owned(), texts: &self.texts, passages: &self.passages }
     }
 
     /// Writes the file, whole or not at all.
@@ -133,6 +143,18 @@ pub fn resolve(asked: &str) -> Result<Scheme, LabError> {
         return Ok(asked.parse()?);
     }
     SchemeFile::load(Path::new(asked))?.scheme()
+}
+
+/// The scheme file that a command was asked for, if it was one.
+///
+/// # Errors
+/// As [`SchemeFile::load`].
+pub(crate) fn read(asked: &str) -> Result<Option<(PathBuf, SchemeFile)>, LabError> {
+    let asked = asked.trim();
+    if !is_file(asked) {
+        return Ok(None);
+    }
+    Ok(Some((asked.into(), SchemeFile::load(Path::new(asked))?)))
 }
 
 fn is_file(asked: &str) -> bool {

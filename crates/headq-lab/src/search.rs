@@ -54,6 +54,8 @@ pub struct Request<'a> {
     pub keys: &'a KeyStatistics,
     /// Text that candidates are measured on, cut into windows of one length.
     pub texts: &'a [Windows],
+    /// Whether windows begin with the beginning-of-sequence token.
+    pub add_bos: bool,
     /// Mean code bits per coded element, scales and zeros counted.
     pub bits: f64,
     /// What is coded.
@@ -330,9 +332,8 @@ impl Request<'_> {
             }
         }
         let _ = std::fs::remove_file(&kept.path);
-        let texts = self.texts.iter().map(|t| t.text.clone()).collect();
         let search = serde_json::json!({ "bits": self.bits, "coded": self.coded, "kl": best, "steps": steps });
-        Ok(Found { file: SchemeFile::new(&scheme, self.fingerprint, texts, search), steps })
+        Ok(Found { file: SchemeFile::new(&scheme, self.fingerprint, self.texts, self.add_bos, search), steps })
     }
 
     /// Bits of `token` values that leave keys a sensible share, with that share.

@@ -19,7 +19,7 @@ pub enum ReportError {
     NotAFolder(PathBuf),
     /// A folder without results.
     #[error(
-        "{}: holds no diagnosis.json, report.json, comparison.json or finetuned.json; the run has not finished (start it again, it goes \
+        "{}: holds no diagnosis.json, report.json, comparison.json, sweep.json or finetuned.json; the run has not finished (start it again, it goes \
          on), or this is another folder",
         .0.display()
     )]

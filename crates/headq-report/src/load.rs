@@ -7,6 +7,7 @@ use headq_lab::diagnose::data::Diagnosis;
 use headq_lab::evaluate::Evaluation;
 use headq_lab::finetune::{METRICS, Measurement, SUMMARY, Summary};
 use headq_lab::run::TRAINED;
+use headq_lab::sweep::data::Sweep;
 use serde::de::DeserializeOwned;
 
 use crate::ReportError;
@@ -22,6 +23,8 @@ pub struct Run {
     pub evaluation: Option<Evaluation>,
     /// `comparison.json`.
     pub comparison: Option<Comparison>,
+    /// `sweep.json`.
+    pub sweep: Option<Sweep>,
     /// Bases that the run trained, each in a folder of its own.
     pub finetunings: Vec<Finetuning>,
 }
@@ -35,7 +38,7 @@ pub struct Finetuning {
     pub measurements: Vec<Measurement>,
 }
 
-/// Loads what the folder of a run holds: `diagnosis.json`, `report.json`, `comparison.json`, and what was trained; or the state
+/// Loads what the folder of a run holds: `diagnosis.json`, `report.json`, `comparison.json`, `sweep.json`, and what was trained; or the state
 /// folder of one fine-tuning.
 ///
 /// # Errors
@@ -50,18 +53,20 @@ pub fn load(folder: &Path) -> Result<Run, ReportError> {
     let diagnosis: Option<Diagnosis> = read(&folder.join("diagnosis.json"), "a diagnosis")?;
     let evaluation: Option<Evaluation> = read(&folder.join("report.json"), "an evaluation")?;
     let comparison: Option<Comparison> = read(&folder.join("comparison.json"), "a comparison")?;
+    let sweep: Option<Sweep> = read(&folder.join(headq_lab::sweep::FILE), "a sweep")?;
     let mut finetunings = Vec::new();
     for folder in [folder.to_owned()].into_iter().chain(trained(folder)?) {
         finetunings.extend(finetuning(&folder)?);
     }
-    if diagnosis.is_none() && evaluation.is_none() && comparison.is_none() && finetunings.is_empty() {
+    if diagnosis.is_none() && evaluation.is_none() && comparison.is_none() && sweep.is_none() && finetunings.is_empty()
+    {
         return Err(ReportError::NoResults(folder.to_owned()));
     }
     let name = match &diagnosis {
         Some(diagnosis) => diagnosis.name.clone(),
         None => folder_name(folder),
     };
-    Ok(Run { name, diagnosis, evaluation, comparison, finetunings })
+    Ok(Run { name, diagnosis, evaluation, comparison, sweep, finetunings })
 }
 
 /// Folders of a run in which bases were trained, by name.

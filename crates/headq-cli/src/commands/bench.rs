@@ -25,7 +25,8 @@ pub fn run(context: &Context, args: &Bench) -> Result<(), LabError> {
     args.plot.as_deref().map_or(Ok(()), |plot| check_writable(plot, Output::Plot))?;
     let device = context.device(&context.device_name())?;
     let loaded = load(context.locate(&args.model)?, &device, &context.load_options)?;
-    let sources = Sources::load(&args.stats, &args.basis, &loaded.fingerprint)?;
+    let sources = Sources::load(&args.stats, &args.basis, &loaded.fingerprint)?
+        .with_scheme_files(&args.scheme, &loaded.fingerprint)?;
     let dense = PlannedScheme::dense();
     let schemes = sources.plan_all(&args.scheme, loaded.config(), context.seed())?;
     let both = [DenseType::F32, DenseType::F16].map(|kind| Contender { planned: &dense, dense: kind });

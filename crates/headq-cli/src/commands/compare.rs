@@ -2,13 +2,13 @@
 
 use std::path::Path;
 
-use headq_lab::LabError;
 use headq_lab::artifact::{Output, check_writable, write_atomic};
 use headq_lab::compare::candidates::Asked;
 use headq_lab::compare::data::Comparison;
 use headq_lab::compare::{self, compare, table};
 use headq_lab::evaluate::{Forget, Request, Sources};
 use headq_lab::run::{RunConfig, RunOptions};
+use headq_lab::{LabError, overlap};
 use headq_models::LoadedModel;
 
 use super::Context;
@@ -18,8 +18,10 @@ pub fn run(context: &Context, args: &Compare) -> Result<(), LabError> {
     let asked = Asked::new(&args.scheme, &args.basis, &args.family)?;
     let (loaded, windows) = context.load(&args.model, &args.text)?;
     asked.check(args.text.context, loaded.config())?;
-    let sources = Sources::load(args.stats.as_slice(), &args.basis, &loaded.fingerprint)?;
+    let sources = Sources::load(args.stats.as_slice(), &args.basis, &loaded.fingerprint)?
+        .with_scheme_files(std::slice::from_ref(&args.scheme), &loaded.fingerprint)?;
     asked.check_files(&sources, loaded.config())?;
+    let overlap = overlap::check(&windows, args.text.add_bos, &sources.made_from(), args.overlap.allow_overlap)?;
     args.out.as_deref().map_or(Ok(()), |out| check_writable(out, Output::Report))?;
     let request = Request {
         model: &loaded.model,
@@ -28,6 +30,7 @@ pub fn run(context: &Context, args: &Compare) -> Result<(), LabError> {
         device: context.device_label(&loaded)?,
         texts: &windows,
         add_bos: args.text.add_bos,
+        overlap,
         schemes: &[],
         seed: context.seed(),
         diagnostics: true,

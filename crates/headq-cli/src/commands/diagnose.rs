@@ -45,6 +45,7 @@ fn config(context: &Context, args: &Diagnose) -> Result<RunConfig, LabError> {
         dtype: context.dtype(),
         seed: context.seed(),
         add_bos: args.add_bos,
+        allow_overlap: args.overlap.allow_overlap,
         model_config: context.load_options.config.as_ref().map(|p| p.to_string_lossy().into_owned()),
         model_set: context.load_options.settings.clone(),
         calibrate,

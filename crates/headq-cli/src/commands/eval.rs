@@ -3,7 +3,7 @@
 use headq_lab::artifact::{Output, check_writable, write_atomic};
 use headq_lab::evaluate::{Forget, Request, Sources};
 use headq_lab::scheme_file::resolve;
-use headq_lab::{LabError, report};
+use headq_lab::{LabError, overlap, report};
 
 use super::Context;
 use crate::args::Eval;
@@ -14,9 +14,10 @@ pub fn run(context: &Context, args: &Eval) -> Result<(), LabError> {
     }
     let decode = args.decode.then_some(args.cache_dtype);
     let (loaded, windows) = context.load(&args.model, &args.text)?;
-    let sources = Sources::load(&args.stats, &args.basis, &loaded.fingerprint)?;
+    let sources = Sources::load(&args.stats, &args.basis, &loaded.fingerprint)?
+        .with_scheme_files(&args.scheme, &loaded.fingerprint)?;
     let schemes = sources.plan_all(&args.scheme, loaded.config(), context.seed())?;
-    headq_lab::compare::warn_of_seen(&windows, &sources)?;
+    let overlap = overlap::check(&windows, args.text.add_bos, &sources.made_from(), args.overlap.allow_overlap)?;
     args.out.as_deref().map_or(Ok(()), |out| check_writable(out, Output::Report))?;
     let request = Request {
         model: &loaded.model,
@@ -25,6 +26,7 @@ pub fn run(context: &Context, args: &Eval) -> Result<(), LabError> {
         device: context.device_label(&loaded)?,
         texts: &windows,
         add_bos: args.text.add_bos,
+        overlap,
         schemes: &schemes,
         seed: context.seed(),
         diagnostics: !args.no_diagnostics,

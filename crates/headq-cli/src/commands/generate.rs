@@ -27,7 +27,8 @@ pub fn run(context: &Context, args: &Generate) -> Result<(), LabError> {
     let prompt = prompt_tokens(&tokenizer, &prompt(args)?, args.add_bos)?;
     let max_tokens = new_tokens(&config, prompt.len(), args.max_tokens, args.beyond_context)?;
     let loaded = load(&path, &device, options)?;
-    let sources = Sources::load(&args.stats, &args.basis, &loaded.fingerprint)?;
+    let sources = Sources::load(&args.stats, &args.basis, &loaded.fingerprint)?
+        .with_scheme_files(std::slice::from_ref(&args.scheme), &loaded.fingerprint)?;
     let schemes = sources.plan_all(std::slice::from_ref(&args.scheme), &config, context.seed())?;
     let request = Request {
         model: &loaded.model,

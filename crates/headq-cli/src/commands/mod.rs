@@ -16,6 +16,7 @@ pub mod run;
 pub mod search;
 pub mod serve;
 pub mod suite;
+pub mod sweep;
 
 use std::io::Write;
 use std::path::{Path, PathBuf};

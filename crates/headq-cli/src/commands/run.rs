@@ -20,7 +20,8 @@ pub enum Outcome {
 }
 
 pub fn run(context: &Context, args: &Run) -> Result<(), LabError> {
-    let config = load(context, &args.config)?;
+    let mut config = load(context, &args.config)?;
+    config.allow_overlap |= args.overlap.allow_overlap;
     let out = args.out.clone().unwrap_or_else(|| Path::new("runs").join(&config.name));
     let options = RunOptions {
         out: out.clone(),

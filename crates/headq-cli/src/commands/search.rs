@@ -47,6 +47,7 @@ pub fn run(context: &Context, args: &Search) -> Result<(), LabError> {
         fingerprint: &loaded.fingerprint,
         keys: &keys,
         texts: &texts,
+        add_bos: args.text.add_bos,
         bits: args.bits,
         coded,
         flush,

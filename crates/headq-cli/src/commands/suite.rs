@@ -56,7 +56,8 @@ pub fn run(context: &Context, args: &Suite) -> Result<(), LabError> {
 fn load(context: &Context, args: &Suite) -> Result<Vec<(PathBuf, RunConfig)>, LabError> {
     let mut configs: Vec<(PathBuf, RunConfig)> = Vec::new();
     for path in &args.configs {
-        let config = super::run::load(context, path)?;
+        let mut config = super::run::load(context, path)?;
+        config.allow_overlap |= args.overlap.allow_overlap;
         if let Some((other, _)) = configs.iter().find(|(_, c)| c.name == config.name) {
             let reason = format!(
                 "name '{}' is also that of {}; results go to a folder of that name",

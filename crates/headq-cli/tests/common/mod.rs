@@ -68,7 +68,7 @@ fn fixture(name: &str) -> PathBuf {
     repository("crates/headq-models/tests/fixtures/tiny").join(name)
 }
 
-/// A temporary folder with `model/`, `text.txt` and `other.txt`.
+/// A temporary folder with `model/`, and three texts that share nothing.
 pub struct World(tempfile::TempDir);
 
 impl World {
@@ -77,10 +77,12 @@ impl World {
         world.add_model("model", model);
         world.write("text.txt", text(2400, 1));
         world.write("other.txt", text(2400, 2));
+        world.write("calibration.txt", text(2400, 3));
         world
     }
 
-    /// The trained model that comes with the program: `text.txt` is its test text, `other.txt` its calibration text.
+    /// The trained model that comes with the program: `text.txt` is its test text, `other.txt` and `calibration.txt` its
+    /// calibration text.
     pub fn embedded() -> Self {
         let world = Self(tempfile::tempdir().unwrap());
         std::fs::create_dir(world.path("model")).unwrap();
@@ -90,6 +92,7 @@ impl World {
             ("tokenizer.json", "model/tokenizer.json"),
             ("test.txt", "text.txt"),
             ("calibration.txt", "other.txt"),
+            ("calibration.txt", "calibration.txt"),
         ] {
             std::fs::copy(repository("checkpoints/headq-embedded").join(from), world.path(to)).unwrap();
         }
@@ -275,8 +278,7 @@ pub const SMALL: [&str; 8] =
     ["--context", "64", "--windows", "4", "--base", "kivi-2(g=8,r=4)", "--threshold", "replicates=100"];
 
 /// Makes `stats.safetensors`.
-pub const CALIBRATE: &str =
-    "calibrate model --text text.txt --context 32 --windows 4 --base kivi-2(g=8) --out stats.safetensors --quiet";
+pub const CALIBRATE: &str = "calibrate model --text calibration.txt --context 32 --windows 4 --base kivi-2(g=8) --out stats.safetensors --quiet";
 
 /// A configuration with statistics, two bases and values.
 pub fn config(windows: usize) -> String {
@@ -285,7 +287,7 @@ pub fn config(windows: usize) -> String {
 model = "model"
 
 [calibrate]
-text = "other.txt"
+text = "calibration.txt"
 context = 32
 windows = {windows}
 

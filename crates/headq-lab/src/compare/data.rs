@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::diagnose::data::Interval;
 use crate::evaluate::SchemeResult;
+use crate::overlap::Overlaps;
 use crate::text::TextInfo;
 
 /// Several bases in one scheme, measured on one text.
@@ -37,6 +38,9 @@ pub struct Comparison {
     pub tokens: usize,
     /// Texts on which everything is measured.
     pub texts: Vec<TextInfo>,
+    /// Whether any of them was calibrated on; absent where an older version compared.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub overlap: Option<Overlaps>,
     /// The scheme that bases are put into, in its written form.
     pub scheme: String,
     /// Whether any basis, or the statistics that one was derived from, had seen any of the texts.

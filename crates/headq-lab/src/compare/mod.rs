@@ -7,7 +7,6 @@
 //! | `paired` | differences and ratios on the same windows and heads, with bootstrap intervals |
 //! | `captured` | captured share of the score error, from moments of the measured text |
 //! | `angles` | principal angles between the subspaces of every two bases |
-//! | `seen` | whether an artifact was made from the measured text |
 //! | `table` | tables and Markdown |
 //!
 //! The scheme says everything but the bases: base quantizer, values, and bits, scales and sign of the side code. A basis from a file
@@ -21,7 +20,6 @@ pub mod candidates;
 pub mod captured;
 pub mod data;
 pub mod paired;
-mod seen;
 pub mod table;
 
 use std::path::Path;
@@ -39,18 +37,18 @@ use crate::diagnose::statistics::Bootstrap;
 use crate::diagnose::thresholds::Thresholds;
 use crate::evaluate::{DensePart, PartStore, PlannedScheme, Request, SchemeResult, Sources, part};
 use crate::run::{
-    Announce, Calibrations, Folder, Manifest, RunConfig, RunOptions, Training, calibrated, check_context, file_sha256, keep_bases,
-    training_windows, windows, write_json,
+    Announce, Calibrations, Folder, Manifest, RunConfig, RunOptions, Training, calibrated, check_context, check_overlap, file_sha256,
+    keep_bases, training_windows, windows, write_json,
 };
 use crate::text::WindowOptions;
-use crate::{LabError, Observer};
+use crate::{LabError, Observer, overlap};
 
 /// File of a run's folder that holds its comparison.
 pub const FILE: &str = "comparison.json";
 
 /// Compares bases on the texts of `request`, whose own schemes play no part, taking up finished parts from `store`.
 ///
-/// Texts that an artifact was made from are warned of, and marked in the result.
+/// Texts that an artifact was made from are marked in the result, as `request.overlap` has them.
 ///
 /// # Errors
 /// As [`Asked::check`] and [`Asked::candidates`]; if a pass gives numbers that are not finite, a part cannot be kept, or on
@@ -65,37 +63,27 @@ pub fn compare(
     let config = request.model.config();
     asked.check(request.texts[0].windows[0].len(), config)?;
     let candidates = asked.candidates(sources, config, request.seed)?;
-    let seen_by = seen_by(request, asked, &candidates, sources)?;
-    for seen in &seen_by {
-        tracing::warn!("text {} was seen by {}: this is no test on new text", seen.text, seen.artifact);
-    }
+    let seen_by = seen_by(request, asked, &candidates, sources);
     let pass = Pass { request, observer, store };
     let rows = pass.rows(&candidates)?;
     let captured = pass.captured(asked, &candidates)?;
     Ok(assemble(request, asked, &candidates, rows, captured, seen_by))
 }
 
-/// Artifacts that were made from a measured text.
-fn seen_by(
-    request: &Request,
-    asked: &Asked,
-    candidates: &Candidates,
-    sources: &Sources,
-) -> Result<Vec<Seen>, LabError> {
-    let mut texts = seen::Texts::new(request.texts)?;
-    let bases = candidates.all.iter().map(|c| (c.artifact.clone(), c.header.texts.as_slice()));
+/// Artifacts in use that were made from a measured text.
+fn seen_by(request: &Request, asked: &Asked, candidates: &Candidates, sources: &Sources) -> Vec<Seen> {
     let keys = sources.stats.iter().filter(|_| asked.scheme().needs_statistics());
-    let keys = keys.map(|(path, stats)| (path.to_string_lossy().into_owned(), stats.header.texts.as_slice()));
+    let keys = keys.map(|(path, _)| path.to_string_lossy().into_owned());
     let mut found: Vec<Seen> = Vec::new();
-    for (artifact, made_from) in bases.chain(keys) {
-        for text in texts.seen_in(made_from) {
-            let seen = Seen { artifact: artifact.clone(), text: text.path.to_string_lossy().into_owned() };
+    for artifact in candidates.all.iter().map(|c| c.artifact.clone()).chain(keys) {
+        for (_, text) in request.overlap.seen().filter(|(own, _)| *own == artifact) {
+            let seen = Seen { artifact: artifact.clone(), text: text.into() };
             if !found.contains(&seen) {
                 found.push(seen);
             }
         }
     }
-    Ok(found)
+    found
 }
 
 /// The passes over text.
@@ -200,6 +188,7 @@ fn assemble(
         windows: request.texts[0].windows.len(),
         tokens: request.windows().iter().map(|w| w.len() - 1).sum(),
         texts: request.texts.iter().map(|t| t.text.clone()).collect(),
+        overlap: Some(request.overlap.clone()),
         scheme: asked.scheme().to_string(),
         seen: !seen_by.is_empty(),
         bootstrap: BootstrapInfo {
@@ -266,23 +255,6 @@ fn all_angles(candidates: &[Candidate]) -> Vec<PairAngles> {
     pairs.map(|(i, j)| angles::pair_angles((i, candidates[i].basis()), (j, candidates[j].basis()))).collect()
 }
 
-/// Warns of measured texts that bases were made from.
-///
-/// # Errors
-/// If a text cannot be read any more.
-pub fn warn_of_seen(measured: &[crate::text::Windows], sources: &Sources) -> Result<(), LabError> {
-    let stats = sources.stats.iter().map(|(path, artifact)| (path, &artifact.header));
-    let bases = sources.bases.iter().map(|(path, artifact)| (path, &artifact.header));
-    let mut texts = seen::Texts::new(measured)?;
-    for (path, header) in stats.chain(bases) {
-        for text in texts.seen_in(&header.texts) {
-            let (text, path) = (text.path.display(), path.display());
-            tracing::warn!("{path} was made from {text}, which is measured: this is no test on new text");
-        }
-    }
-    Ok(())
-}
-
 /// Carries out a configuration with a section `[compare]`, or goes on with it: the statistics that families need, the basis that a
 /// section `[finetune]` trains, passes part by part, and at the end [`FILE`] in the run's folder.
 ///
@@ -328,10 +300,11 @@ pub fn run(
     let others = [calibration.map(|c| c.context), config.finetune.as_ref().map(|f| f.context)];
     let needed = others.into_iter().flatten().fold(section.context, usize::max);
     check_context(&loaded, needed)?;
+    check_overlap(config, &texts, &calibration_texts, training_texts.as_ref(), &given)?;
     announce(&loaded, needed);
     let manifest = Manifest {
         program: crate::PROGRAM.into(),
-        config: config.clone(),
+        config: config.identity(),
         model: loaded.fingerprint.clone(),
         texts: calibration_texts
             .iter()
@@ -358,6 +331,7 @@ pub fn run(
         device,
         texts: &texts,
         add_bos: config.add_bos,
+        overlap: overlap::find(&texts, config.add_bos, &sources.made_from())?,
         schemes: &[],
         seed: config.seed,
         diagnostics: true,

@@ -4,6 +4,7 @@ use comfy_table::{CellAlignment, Table, presets};
 
 use super::data::{Angles, ComparedBasis, Comparison, Estimate, PairAngles};
 use crate::evaluate::SchemeResult;
+use crate::overlap::Overlaps;
 use crate::report::number;
 
 /// A row of the table of results: dense and base have no basis.
@@ -123,9 +124,7 @@ pub fn provenance(comparison: &Comparison) -> Vec<String> {
         let (path, sha256) = (t.path.display(), &t.sha256[..12]);
         lines.push(format!("text: {path} ({} characters, {} tokens, sha256 {sha256})", t.chars, t.tokens));
     }
-    for seen in &c.seen_by {
-        lines.push(format!("SEEN: text {} was seen by {}: this is no test on new text", seen.text, seen.artifact));
-    }
+    lines.extend(c.overlap.iter().flat_map(Overlaps::lines).map(|line| format!("OVERLAP: {line}")));
     lines
 }
 

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::thresholds::Thresholds;
 use crate::evaluate::SchemeResult;
+use crate::overlap::Overlaps;
 use crate::text::TextInfo;
 
 /// A whole diagnosis: what was asked, of what, and what each link of the chain says.
@@ -38,6 +39,9 @@ pub struct Diagnosis {
     pub tokens: usize,
     /// Texts on which everything is measured.
     pub texts: Vec<TextInfo>,
+    /// Whether any of them was calibrated on; absent where an older version diagnosed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub overlap: Option<Overlaps>,
     /// Where bases, key means and grid scales come from.
     pub calibration: Calibration,
     /// Base quantizer of links 4 to 7, in its written form.

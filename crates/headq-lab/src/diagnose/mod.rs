@@ -34,6 +34,7 @@ use self::settings::Plan;
 use crate::artifact::StatsArtifact;
 use crate::calibrate::check_base;
 use crate::evaluate::{Request, Sources};
+use crate::overlap::{self, MadeFrom, Overlaps, Passages};
 use crate::run::{
     Announce, DiagnoseConfig, Folder, Manifest, RunConfig, RunOptions, check_context, kept_statistics, windows,
     write_json,
@@ -65,7 +66,7 @@ pub fn asked_links(names: Option<&[String]>) -> Result<[bool; 7], String> {
     Ok(asked)
 }
 
-/// Texts to measure on and to calibrate on, which share no window.
+/// Texts to measure on and to calibrate on.
 struct Texts {
     measured: Vec<Windows>,
     calibration: Vec<Windows>,
@@ -87,13 +88,12 @@ impl Texts {
         }
         if let Some(c) = &config.calibrate {
             let options = WindowOptions { max_chars: c.max_chars, context: c.context, windows: c.windows, ..own };
-            let texts = Self {
+            return Ok(Self {
                 measured: windows(&diagnose.text, &tokenizer, &own)?,
                 calibration: windows(&c.text, &tokenizer, &options)?,
                 calibration_context: c.context,
                 first_calibration_window: 0,
-            };
-            return texts.apart();
+            });
         }
         let (w, c) = (diagnose.windows, diagnose.calibration_windows);
         if c == 0 {
@@ -115,20 +115,12 @@ impl Texts {
         Ok(Self { measured, calibration, calibration_context: diagnose.context, first_calibration_window: w })
     }
 
-    /// Fails where a text is measured and calibrated on.
-    fn apart(self) -> Result<Self, LabError> {
-        let calibrated = |t: &&Windows| {
-            self.calibration.iter().any(|c| c.text.sha256 == t.text.sha256 || shared_share(t, c) > MOST_SHARED)
-        };
-        match self.measured.iter().find(calibrated) {
-            None => Ok(self),
-            Some(t) => Err(LabError::Text {
-                path: t.text.path.clone(),
-                reason: "is measured, and so is no text to calibrate on; give another, or none to calibrate on later \
-                         windows of this one"
-                    .into(),
-            }),
-        }
+    /// Fails where text is measured and calibrated on, unless the configuration allows it.
+    fn overlap(&self, config: &RunConfig) -> Result<Overlaps, LabError> {
+        let texts: Vec<_> = self.calibration.iter().map(|t| t.text.clone()).collect();
+        let passages = Passages::of_all(&self.calibration, config.add_bos);
+        let made_from = MadeFrom { artifact: "the calibration".into(), texts: &texts, passages: &passages };
+        overlap::check(&self.measured, config.add_bos, &[made_from], config.allow_overlap)
     }
 
     fn calibration_windows(&self) -> usize {
@@ -183,7 +175,7 @@ fn check(plan: &Plan, diagnose: &DiagnoseConfig, texts: &Texts) -> Result<(), La
 
 /// What makes a diagnosis another one: links and thresholds can be changed and the run still goes on.
 fn identity(config: &RunConfig) -> RunConfig {
-    let mut config = config.clone();
+    let mut config = config.identity();
     if let Some(diagnose) = &mut config.diagnose {
         config.name = String::new();
         diagnose.links = None;
@@ -212,6 +204,7 @@ pub fn diagnose(
     let texts = Texts::load(config, asked, &loaded)?;
     check_distinct(&texts.measured)?;
     check(&plan, asked, &texts)?;
+    let overlap = texts.overlap(config)?;
     let needed = asked.context.max(texts.calibration_context);
     check_context(&loaded, needed)?;
     announce(&loaded, needed);
@@ -237,6 +230,7 @@ pub fn diagnose(
         device,
         texts: &texts.measured,
         add_bos: config.add_bos,
+        overlap,
         schemes: &[],
         seed: config.seed,
         diagnostics: true,
@@ -290,6 +284,7 @@ fn skeleton(
         windows: asked.windows,
         tokens: request.windows().iter().map(|w| w.len() - 1).sum(),
         texts: texts.measured.iter().map(|t| t.text.clone()).collect(),
+        overlap: Some(request.overlap.clone()),
         calibration: Calibration {
             texts: texts.calibration.iter().map(|t| t.text.clone()).collect(),
             first_window: texts.first_calibration_window,

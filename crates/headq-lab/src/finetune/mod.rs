@@ -32,6 +32,7 @@ use headq_models::{Fingerprint, LanguageModel};
 use serde::{Deserialize, Serialize};
 
 use crate::artifact::{BasisArtifact, BasisHeader, StatsArtifact};
+use crate::overlap::Passages;
 use crate::text::{TextInfo, Windows};
 use crate::workers::{Cores, map_in_order};
 use crate::{LabError, Observer, PROGRAM};
@@ -523,6 +524,8 @@ impl Request<'_> {
         header.program = PROGRAM.into();
         let trained_on = self.train.iter().chain(self.held_out).map(|t| t.text.clone());
         header.texts = trained_on.chain(self.stats.header.texts.clone()).collect();
+        let trained_on = Passages::of_all(self.train.iter().chain(self.held_out), self.add_bos);
+        header.passages = trained_on.into_iter().chain(self.stats.header.passages.clone()).collect();
         header.tokens = self.window_count() * self.context();
         header.context = self.context();
         header.add_bos = self.add_bos;

@@ -5,6 +5,7 @@ use headq::stats::{LayerStats, Moments};
 
 use super::Request;
 use super::train::LayerTrained;
+use crate::overlap::{self, MadeFrom, Passages};
 use crate::text::Windows;
 
 /// A head whose residuals vary by less than this share of its keys' mean square has residuals that no softmax can see.
@@ -44,7 +45,21 @@ pub fn before(request: &Request, key: &KeyScheme, settled: &[Vec<usize>]) -> Vec
             heads.join("; ")
         )
     });
-    [one_window, full_rank, nothing].into_iter().flatten().collect()
+    [one_window, full_rank, nothing].into_iter().flatten().chain(not_held_out(request)).collect()
+}
+
+/// Held-out text that is trained on, or that the statistics are of.
+fn not_held_out(request: &Request) -> Vec<String> {
+    let texts: Vec<_> = request.train.iter().map(|t| t.text.clone()).collect();
+    let passages = Passages::of_all(request.train, request.add_bos);
+    let header = &request.stats.header;
+    let made_from = [
+        MadeFrom { artifact: "the training".into(), texts: &texts, passages: &passages },
+        MadeFrom { artifact: "the initial basis".into(), texts: &header.texts, passages: &header.passages },
+    ];
+    // A text that cannot be read any more has nothing to be warned of here.
+    let found = overlap::find(request.held_out, request.add_bos, &made_from).unwrap_or_default().found;
+    found.iter().map(|o| format!("held out is not new: {o}")).collect()
 }
 
 /// What can be said at the end of training at a learning rate.

@@ -11,7 +11,9 @@ use crate::format::{self, maybe, nats, percent};
 /// Everything that a comparison says.
 pub fn blocks(comparison: &Comparison, command: &str) -> Vec<Block> {
     let mut blocks = vec![Block::Paragraph(provenance::of_comparison(comparison, command))];
-    blocks.extend(seen(comparison).map(Block::Paragraph));
+    blocks.extend(
+        provenance::not_held_out(comparison.overlap.as_ref()).or_else(|| seen(comparison).map(Block::Paragraph)),
+    );
     blocks.push(Block::Table(measured(comparison)));
     blocks.push(Block::Table(against(
         "Against the first basis, paired by window and by head. Ratios below 1: smaller errors than the first.",
@@ -29,7 +31,7 @@ pub fn blocks(comparison: &Comparison, command: &str) -> Vec<Block> {
     blocks
 }
 
-/// What must be said where a basis had seen what it is judged on.
+/// The same of a comparison that an older version made.
 fn seen(comparison: &Comparison) -> Option<Text> {
     let by: Vec<String> = comparison.seen_by.iter().map(|s| format!("{} by {}", s.text, s.artifact)).collect();
     comparison.seen.then(|| Text::strong("Not held out:").then(format!(" texts were seen before ({}).", by.join("; "))))

@@ -14,6 +14,7 @@ mod provenance;
 mod route_flips;
 mod selection;
 mod summary;
+pub mod sweep;
 
 use headq_lab::PROGRAM;
 use headq_lab::diagnose::data::{Diagnosis, Judgement, LINKS};
@@ -60,6 +61,8 @@ pub fn document(runs: &[Run], command: &str) -> Document {
     sections.push(Section { id: "evaluation", title: "Evaluation".into(), claim: None, panes: evaluated });
     let compared = panes(&|run| run.comparison.as_ref().map(|c| comparison::blocks(c, command)));
     sections.push(Section { id: "comparison", title: "Comparison".into(), claim: None, panes: compared });
+    let swept = panes(&|run| run.sweep.as_ref().map(|s| sweep::blocks(s, &provenance::of_sweep(s, command))));
+    sections.push(Section { id: "sweep", title: "Sweep".into(), claim: None, panes: swept });
     let meanings = vec![Pane { run: None, blocks: vec![Block::Table(columns::meanings())] }];
     sections.push(Section { id: "columns", title: "Columns".into(), claim: None, panes: meanings });
     sections.push(Section { id: "provenance", title: "Provenance".into(), claim: None, panes: provenance });

@@ -6,6 +6,7 @@ use headq_lab::text::TextInfo;
 
 use super::columns::{interval, results, scheme};
 use super::headline::role;
+use super::provenance;
 use crate::document::{Align, Block, Cell, Column, Figure, Panel, Source, Table, Text};
 use crate::format::{self, nats, plural};
 use crate::plot::Key;
@@ -52,7 +53,9 @@ pub fn blocks(diagnosis: &Diagnosis, source: &Source) -> Option<Vec<Block>> {
 /// An evaluation: the same without references and intervals.
 pub fn evaluation(evaluation: &Evaluation, source: &Source) -> Vec<Block> {
     let lines = lines(evaluation.schemes.iter().map(|result| (role(result), result, None)));
-    content(&lines, &evaluation.texts, source)
+    let mut blocks: Vec<Block> = provenance::not_held_out(evaluation.overlap.as_ref()).into_iter().collect();
+    blocks.extend(content(&lines, &evaluation.texts, source));
+    blocks
 }
 
 fn content(lines: &[Line], texts: &[TextInfo], source: &Source) -> Vec<Block> {

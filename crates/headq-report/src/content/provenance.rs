@@ -5,6 +5,8 @@ use headq_lab::diagnose::data::Diagnosis;
 use headq_lab::diagnose::thresholds::Thresholds;
 use headq_lab::evaluate::Evaluation;
 use headq_lab::finetune::{Summary, Trained};
+use headq_lab::overlap::{Overlaps, Status};
+use headq_lab::sweep::data::{Given, Sweep};
 use headq_lab::text::TextInfo;
 use headq_models::Fingerprint;
 
@@ -24,6 +26,7 @@ struct Measured<'a> {
     windows: usize,
     tokens: usize,
     texts: &'a [TextInfo],
+    overlap: Option<&'a Overlaps>,
 }
 
 /// The same fields of a diagnosis, an evaluation and a comparison.
@@ -40,6 +43,7 @@ macro_rules! measured {
             windows: $run.windows,
             tokens: $run.tokens,
             texts: &$run.texts,
+            overlap: $run.overlap.as_ref(),
         }
     };
 }
@@ -81,9 +85,29 @@ impl Measured<'_> {
             row("seed", self.seed.to_string()),
             row("windows", windows),
             row("tokens scored", count(self.tokens as u64)),
+            row("shared with calibration text", shared(self.overlap)),
             row("program", self.program.to_string()),
         ]
     }
+}
+
+/// Whether measured text was calibrated on, in a few words.
+fn shared(overlap: Option<&Overlaps>) -> String {
+    match overlap.map(|o| (o.status, o)) {
+        None => "not looked for: an older version measured".into(),
+        Some((Status::None, _)) => "nothing".into(),
+        Some((_, overlap)) => overlap.lines().join("; "),
+    }
+}
+
+/// What must be said where measured text was calibrated on, or may have been.
+pub fn not_held_out(overlap: Option<&Overlaps>) -> Option<Block> {
+    let overlap = overlap.filter(|o| o.status != Status::None)?;
+    let stressed = match overlap.status {
+        Status::Found => "Not held out:",
+        _ => "Perhaps not held out:",
+    };
+    Some(Block::Paragraph(Text::strong(stressed).then(format!(" {}.", overlap.lines().join("; ")))))
 }
 
 fn row(name: &str, value: impl Into<Text>) -> Vec<Cell> {
@@ -110,6 +134,11 @@ pub fn of_diagnosis(diagnosis: &Diagnosis, command: &str) -> Source {
 /// Provenance of the figures of an evaluation.
 pub fn of_evaluation(evaluation: &Evaluation, command: &str) -> Source {
     Source { measured: measured!(evaluation).line(), command: evaluation.command.clone(), report: command.into() }
+}
+
+/// Provenance of the figures of a sweep.
+pub fn of_sweep(sweep: &Sweep, command: &str) -> Source {
+    Source { measured: measured!(sweep).line(), command: Some(sweep.command.clone()), report: command.into() }
 }
 
 /// Provenance of the tables of a comparison, and the commands that make them.
@@ -187,7 +216,29 @@ pub fn blocks(run: &Run) -> Vec<Block> {
         blocks.push(Block::Table(facts("The comparison.", measured!(comparison).rows())));
         blocks.push(Block::Table(texts("Texts that bases were compared on.", &comparison.texts)));
     }
+    if let Some(sweep) = &run.sweep {
+        let mut rows = measured!(sweep).rows();
+        rows.push(row("sinks of default schemes", count(sweep.sinks as u64)));
+        rows.push(row("dense window of default schemes", count(sweep.residual as u64)));
+        rows.push(row("command", Text::code(&sweep.command)));
+        blocks.push(Block::Table(facts("The sweep.", rows)));
+        blocks.push(Block::Table(texts("Texts that were swept over.", &sweep.texts)));
+        if !sweep.calibration.is_empty() {
+            blocks.push(Block::Table(texts("Texts that were calibrated on.", &sweep.calibration)));
+        }
+        if !sweep.artifacts.is_empty() {
+            blocks.push(Block::Table(given(&sweep.artifacts)));
+        }
+    }
     blocks
+}
+
+fn given(artifacts: &[Given]) -> Table {
+    const COLUMNS: &[Column<Given>] = &[
+        ("file", Align::Left, |g| Text::code(&g.path).into()),
+        ("SHA-256", Align::Left, |g| Text::code(short_hash(&g.sha256)).into()),
+    ];
+    Table::of("Statistics and bases that were given.", COLUMNS, artifacts)
 }
 
 fn facts(caption: impl Into<Text>, rows: Vec<Vec<Cell>>) -> Table {

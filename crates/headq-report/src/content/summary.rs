@@ -5,9 +5,10 @@ use std::path::Path;
 use headq_lab::diagnose::data::{Interval, LINKS};
 use headq_lab::evaluate::SchemeResult;
 use headq_lab::finetune::LayerSummary;
+use headq_lab::sweep::data::{Coded, Row as SweepRow, Sweep};
 
 use super::headline::Headline;
-use super::provenance::architecture;
+use super::provenance::{self, architecture};
 use crate::document::{Align, Block, Cell, Column, KeyNumber, Pane, Section, Table, Text};
 use crate::format::{self, count, maybe, percent, rho};
 use crate::{Finetuning, Run};
@@ -21,6 +22,9 @@ pub fn subtitle(runs: &[Run]) -> Text {
 
 /// The model as given, and its identity.
 fn model(run: &Run) -> (&str, Option<&headq_models::Fingerprint>) {
+    if let Some(sweep) = &run.sweep {
+        return (&sweep.model, Some(&sweep.fingerprint));
+    }
     match (&run.diagnosis, &run.evaluation, &run.comparison, run.finetunings.first()) {
         (Some(d), ..) => (&d.model, Some(&d.fingerprint)),
         (None, Some(e), ..) => (&e.model, Some(&e.fingerprint)),
@@ -42,12 +46,14 @@ pub fn section(runs: &[Run], names: &[String]) -> Section {
 fn one(run: &Run) -> Vec<Block> {
     let headline = Headline::of(run);
     let mut blocks = Vec::new();
-    if run.diagnosis.is_some() {
+    if let Some(diagnosis) = &run.diagnosis {
+        blocks.extend(provenance::not_held_out(diagnosis.overlap.as_ref()));
         blocks.push(Block::Chain(headline.verdicts.to_vec()));
     }
     let numbers = [perplexity, correlation, counterexamples, flips];
     let numbers = numbers.iter().filter_map(|number| number(&headline));
-    blocks.push(Block::KeyNumbers(numbers.chain(run.finetunings.iter().map(trained)).collect()));
+    let numbers = numbers.chain(run.finetunings.iter().map(trained)).chain(run.sweep.iter().flat_map(swept));
+    blocks.push(Block::KeyNumbers(numbers.collect()));
     blocks
 }
 
@@ -118,6 +124,26 @@ fn trained(finetuning: &Finetuning) -> KeyNumber {
         value: format!("{} → {} → {}", mean(|l| l.uncorrected), mean(|l| l.initial), mean(|l| l.best)),
         detail: Text::code(&finetuning.summary.scheme),
     }
+}
+
+/// How many schemes are on the front of each kind, and where it begins and ends.
+fn swept(sweep: &Sweep) -> Vec<KeyNumber> {
+    let number = |(kv, name): (Coded, &'static str)| {
+        let rows: Vec<&SweepRow> = sweep.rows.iter().filter(|row| row.kv == kv).collect();
+        let front: Vec<&&SweepRow> = rows.iter().filter(|row| row.front_ppl).collect();
+        let ends =
+            |row: &SweepRow| format!("{} bits: {} ", format::fixed(row.cache_bits, 2), format::percent(row.excess));
+        Some(KeyNumber {
+            name,
+            value: format!("{} of {}", count(front.len() as u64), count(rows.len() as u64)),
+            detail: Text::from(ends(front.first()?))
+                .then_code(&front.first()?.scheme)
+                .then(format!(" to {}", ends(front.last()?)))
+                .then_code(&front.last()?.scheme),
+        })
+    };
+    let kinds = [(Coded::K, "Schemes on the front, keys only"), (Coded::Kv, "Schemes on the front, keys and values")];
+    kinds.into_iter().filter_map(number).collect()
 }
 
 /// A run in the joint table.

@@ -5,6 +5,7 @@ pub mod bars;
 pub mod bits;
 pub mod curves;
 mod frame;
+pub mod front;
 pub mod heat;
 mod labels;
 pub mod scatter;

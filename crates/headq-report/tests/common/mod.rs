@@ -8,6 +8,7 @@ use headq_lab::diagnose::data::*;
 use headq_lab::diagnose::thresholds::Thresholds;
 use headq_lab::evaluate::{Evaluation, SchemeResult};
 use headq_lab::finetune::{LayerSummary, Measurement, Settings, Stopped, Summary, Trained};
+use headq_lab::overlap::Overlaps;
 use headq_lab::text::TextInfo;
 use headq_models::Fingerprint;
 use headq_report::{Finetuning, Run};
@@ -411,6 +412,7 @@ pub fn diagnosis(name: &str, shape: Shape) -> Diagnosis {
         windows: 8,
         tokens: 8176,
         texts: vec![text("texts/wiki.test.raw"), text("texts/code.test.txt")],
+        overlap: Some(Overlaps::default()),
         calibration: Calibration {
             texts: vec![text("texts/valid.clean.txt")],
             first_window: 0,
@@ -446,6 +448,7 @@ pub fn evaluation(shape: Shape) -> Evaluation {
         windows: 8,
         add_bos: true,
         texts: vec![text("texts/wiki.test.raw"), text("texts/code.test.txt")],
+        overlap: Some(Overlaps::default()),
         schemes: perplexity().rows.into_iter().map(|row| row.result).take(12).collect(),
         dense_seconds: None,
     }
@@ -457,6 +460,7 @@ pub fn diagnosed(name: &str, shape: Shape) -> Run {
         diagnosis: Some(diagnosis(name, shape)),
         evaluation: None,
         comparison: None,
+        sweep: None,
         finetunings: Vec::new(),
     }
 }
@@ -467,6 +471,7 @@ pub fn evaluated() -> Run {
         diagnosis: None,
         evaluation: Some(evaluation(SMALL)),
         comparison: None,
+        sweep: None,
         finetunings: Vec::new(),
     }
 }
@@ -515,6 +520,7 @@ pub fn comparison(shape: Shape) -> Comparison {
         windows: 8,
         tokens: 4088,
         texts: vec![text("texts/test.txt")],
+        overlap: None,
         scheme: "kivi-2(g=32,r=32)+query-pca(rank=2,bits=4)".into(),
         seen: true,
         seen_by: vec![Seen { artifact: "learned.safetensors".into(), text: "texts/test.txt".into() }],
@@ -541,6 +547,7 @@ pub fn compared() -> Run {
         diagnosis: None,
         evaluation: None,
         comparison: Some(comparison(SMALL)),
+        sweep: None,
         finetunings: Vec::new(),
     }
 }
@@ -600,6 +607,7 @@ pub fn finetuned() -> Run {
         diagnosis: None,
         evaluation: None,
         comparison: None,
+        sweep: None,
         finetunings: vec![finetuning(3, &|v| v)],
     }
 }
