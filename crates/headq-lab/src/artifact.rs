@@ -41,10 +41,10 @@ use std::path::Path;
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_store::{ModuleSnapshot, SafetensorsStore};
+use half::f16;
 use headq::basis::{Basis, TrainedSide};
 use headq::quant::clip_width;
 use headq::scheme::{BaseScheme, Family, Scope, SideScales};
-use half::f16;
 use headq::stats::{GradientMoments, LayerStats, Moments, Sample};
 use headq_models::Fingerprint;
 use nalgebra::{DMatrix, DVector};
@@ -480,7 +480,8 @@ impl StatsArtifact {
     /// If the file cannot be written.
     pub fn save(&self, path: &Path) -> Result<(), LabError> {
         let mut tensors = Vec::new();
-        let kinds = self.layers.first().map_or(Vec::new(), |l| l.parts().iter().map(|(name, m)| (*name, m.len())).collect());
+        let kinds =
+            self.layers.first().map_or(Vec::new(), |l| l.parts().iter().map(|(name, m)| (*name, m.len())).collect());
         for (kind, (name, per_layer)) in kinds.into_iter().enumerate() {
             let heads: Vec<&Moments> = self.layers.iter().flat_map(|l| l.parts()[kind].1).collect();
             let (layers, d) = (self.layers.len(), heads[0].sum.len());

@@ -1,10 +1,10 @@
 //! Calibration: one dense pass over text, from which bases of any family and rank are derived, and for transforms in nats one pass back.
 
 use burn::tensor::Tensor;
+use half::f16;
 use headq::quant::BaseQuantizer;
 use headq::scheme::{BaseScheme, KeyScheme};
 use headq::stats::{LayerStats, SAMPLE_RUN, Sample};
-use half::f16;
 use headq::{Attention, AttentionSite, KeyStatistics, QuantizedCache, Scheme};
 use headq_models::{Fingerprint, LanguageModel};
 

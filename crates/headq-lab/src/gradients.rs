@@ -21,7 +21,9 @@ const ROWS: usize = 128;
 /// Uniform in [0, 1), by seed, window and position alone (SplitMix64).
 fn uniform(seed: u64, window: usize, position: usize) -> f64 {
     let mix = |state: u64, next: u64| {
-        let mut z = state.wrapping_mul(0xd134_2543_de82_ef95).wrapping_add(next.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let mut z = state
+            .wrapping_mul(0xd134_2543_de82_ef95)
+            .wrapping_add(next.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         z ^ (z >> 31)
@@ -185,7 +187,8 @@ mod tests {
     impl Attention for Moved {
         fn attend(&mut self, site: &AttentionSite, q: Tensor<4>, k: Tensor<4>, v: Tensor<4>) -> Tensor<4> {
             let groups = q.dims()[1] / k.dims()[1];
-            let dense = |k: Tensor<4>| dense_attention(site, q.clone(), repeat_kv(k, groups), repeat_kv(v.clone(), groups));
+            let dense =
+                |k: Tensor<4>| dense_attention(site, q.clone(), repeat_kv(k, groups), repeat_kv(v.clone(), groups));
             if site.layer != self.layer {
                 return dense(k);
             }

@@ -694,7 +694,7 @@ pub fn run(
     let needed = others.into_iter().flatten().fold(eval.context, usize::max);
     check_context(&loaded, needed)?;
     let bases = planned_calibrations(config, &schemes, &given, &loaded)?;
-    let calibrated_on = if bases.is_empty() { &[] } else { calibration_texts.as_slice() };
+    let calibrated_on = if bases.bases.is_empty() { &[] } else { calibration_texts.as_slice() };
     check_overlap(config, &eval_texts, calibrated_on, training_texts.as_ref(), &given)?;
     announce(&loaded, needed);
     let manifest = Manifest {

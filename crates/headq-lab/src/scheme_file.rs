@@ -6,8 +6,8 @@
 
 use std::path::{Path, PathBuf};
 
-use headq::scheme::{Bits, HeadBudgets, Pool};
 use headq::Scheme;
+use headq::scheme::{Bits, HeadBudgets, Pool};
 use headq_models::Fingerprint;
 use serde::{Deserialize, Serialize};
 
@@ -21,7 +21,8 @@ const SCHEMA: u32 = 1;
 /// What the file calls itself.
 const KIND: &str = "scheme";
 /// What is expected where a file is not one.
-const EXPECTED: &str = "expected a scheme file, which `headq search MODEL --stats STATS --text FILE --bits B --out SCHEME.json` makes";
+const EXPECTED: &str =
+    "expected a scheme file, which `headq search MODEL --stats STATS --text FILE --bits B --out SCHEME.json` makes";
 
 /// A scheme with the bits of every head.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -61,7 +62,13 @@ fn interned(bits: &[Vec<f64>]) -> &'static HeadBudgets {
 
 impl SchemeFile {
     /// Of a scheme for a model.
-    pub fn new(scheme: &Scheme, model: &Fingerprint, texts: &[Windows], add_bos: bool, search: serde_json::Value) -> Self {
+    pub fn new(
+        scheme: &Scheme,
+        model: &Fingerprint,
+        texts: &[Windows],
+        add_bos: bool,
+        search: serde_json::Value,
+    ) -> Self {
         Self {
             schema: SCHEMA,
             kind: KIND.into(),
@@ -104,7 +111,10 @@ impl SchemeFile {
             return Err(fail(format!("its kind is {}; {EXPECTED}", value["kind"])));
         }
         if value["schema"] != SCHEMA {
-            return Err(fail(format!("schema {} is not the one this program reads, {SCHEMA}; search again", value["schema"])));
+            return Err(fail(format!(
+                "schema {} is not the one this program reads, {SCHEMA}; search again",
+                value["schema"]
+            )));
         }
         let file: Self = serde_json::from_value(value).map_err(|e| fail(e.to_string()))?;
         for (name, bits) in [("key_bits", &file.key_bits), ("value_bits", &file.value_bits)] {
@@ -175,7 +185,10 @@ pub fn check_model(asked: &str, model: &Fingerprint) -> Result<(), LabError> {
         true => Ok(()),
         false => Err(LabError::Artifact {
             path: asked.into(),
-            reason: format!("made for another model: [{}], but this model is [{model}]; search for this model", file.model),
+            reason: format!(
+                "made for another model: [{}], but this model is [{model}]; search for this model",
+                file.model
+            ),
         }),
     }
 }

@@ -106,7 +106,10 @@ impl Kept {
     fn open(path: &Path, identity: &str) -> Self {
         let read = std::fs::read(path).ok().and_then(|bytes| serde_json::from_slice::<KeptFile>(&bytes).ok());
         let all = read.filter(|kept| kept.identity == identity);
-        Self { path: path.to_owned(), all: all.unwrap_or(KeptFile { identity: identity.into(), ..KeptFile::default() }) }
+        Self {
+            path: path.to_owned(),
+            all: all.unwrap_or(KeptFile { identity: identity.into(), ..KeptFile::default() }),
+        }
     }
 
     fn get(&mut self, name: &str, measure: impl FnOnce() -> Result<f64, LabError>) -> Result<f64, LabError> {
@@ -274,9 +277,8 @@ impl Request<'_> {
         let mut kept = Kept::open(kept, &self.identity);
         let mut steps: Vec<Step> = Vec::new();
         let mut measure = |what: String, scheme: Scheme, best: f64, kept: &mut Kept| -> Result<f64, LabError> {
-            let kl = kept.get(&scheme.to_string(), || {
-                Ok(self.kl(&what, &dense, &[self.modules(scheme)], observer)?[0])
-            })?;
+            let kl =
+                kept.get(&scheme.to_string(), || Ok(self.kl(&what, &dense, &[self.modules(scheme)], observer)?[0]))?;
             steps.push(Step { what, scheme: scheme.to_string(), kl, kept: kl < best });
             Ok(kl)
         };

@@ -67,8 +67,7 @@ impl Attention for ErrorProbe {
                     let whole = scores.dims();
                     let zeros = |n: usize| Tensor::<4>::zeros([whole[0], whole[1], whole[2], n], &scores.device());
                     let pad = |n: usize| -> Tensor<4> { zeros(n).cast(float_dtype(scores.dtype())) };
-                    let change =
-                        [pad(read.start - tokens.start), change, pad(tokens.end - read.end)].into_iter();
+                    let change = [pad(read.start - tokens.start), change, pad(tokens.end - read.end)].into_iter();
                     let change: Vec<_> = change.filter(|x| x.dims()[3] > 0).collect();
                     scores = scores + Tensor::cat(change, 3);
                 }

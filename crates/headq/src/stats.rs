@@ -303,18 +303,26 @@ impl KeyStatistics {
             layer.sample.as_ref().map_or(&[], |all| &pick(all)[head])
         }
         let (of_keys, of_values) = (gradients(|g| &g.k), gradients(|g| &g.v));
-        let mut all = Self::of_rows(stats, |layer| &layer.k, |layer, head| HeadMoments {
-            queries: layer.pooled_queries(head).second(),
-            keys: layer.k[head].covariance(),
-            gradients: of_keys(layer, head),
-            sample: centered(rows(layer, head, |s| &s.k), &layer.k[head]),
-        })?;
-        all.values = Some(Arc::new(Self::of_rows(stats, |layer| &layer.v, |layer, head| HeadMoments {
-            queries: DMatrix::identity(all.head_dim, all.head_dim),
-            keys: layer.v[head].covariance(),
-            gradients: of_values(layer, head),
-            sample: centered(rows(layer, head, |s| &s.v), &layer.v[head]),
-        })?));
+        let mut all = Self::of_rows(
+            stats,
+            |layer| &layer.k,
+            |layer, head| HeadMoments {
+                queries: layer.pooled_queries(head).second(),
+                keys: layer.k[head].covariance(),
+                gradients: of_keys(layer, head),
+                sample: centered(rows(layer, head, |s| &s.k), &layer.k[head]),
+            },
+        )?;
+        all.values = Some(Arc::new(Self::of_rows(
+            stats,
+            |layer| &layer.v,
+            |layer, head| HeadMoments {
+                queries: DMatrix::identity(all.head_dim, all.head_dim),
+                keys: layer.v[head].covariance(),
+                gradients: of_values(layer, head),
+                sample: centered(rows(layer, head, |s| &s.v), &layer.v[head]),
+            },
+        )?));
         Ok(all)
     }
 
@@ -343,7 +351,10 @@ impl KeyStatistics {
             mean: channels(&|mean, _| mean),
             deviation: channels(&|mean, second| (second - mean * mean).max(0.0).sqrt()),
             rms: channels(&|_, second| second.sqrt()),
-            moments: stats.iter().flat_map(|layer| (0..layer.k.len()).map(|h| of_head(layer, h)).collect::<Vec<_>>()).collect(),
+            moments: stats
+                .iter()
+                .flat_map(|layer| (0..layer.k.len()).map(|h| of_head(layer, h)).collect::<Vec<_>>())
+                .collect(),
             values: None,
             fits: Fits::default(),
         })
@@ -365,7 +376,9 @@ impl KeyStatistics {
             {
                 let (planned, found) = (budgets.bits().len(), self.moments.len());
                 return Err(crate::Error::Keys {
-                    reason: format!("they are of {found} heads, but {scheme} gives bits to {planned}; search for this model"),
+                    reason: format!(
+                        "they are of {found} heads, but {scheme} gives bits to {planned}; search for this model"
+                    ),
                 });
             }
         }

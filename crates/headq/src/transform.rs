@@ -129,7 +129,16 @@ impl HeadTransform {
                     sample.row(i).iter().map(|y| (y / spread.sqrt(), spread)).collect::<Vec<_>>()
                 })
                 .collect();
-            if classed.len() < LEAST_SAMPLE { gaussian } else { lloyd(classed, gaussian) }
+            let (levels, kept) = match classed.len() < LEAST_SAMPLE {
+                true => (gaussian, 1.0 - lloyd_max(bits).distortion),
+                false => {
+                    let levels = lloyd(classed.clone(), gaussian);
+                    let kept = kept_of(classed.into_iter(), |y| nearest(&levels, y));
+                    (levels, kept)
+                }
+            };
+            let gain = gain_of(kept);
+            levels.into_iter().map(|level| level * gain).collect()
         };
         let levels = match base.ranges {
             RangeSource::Lloyd => (1..=MOST_LLOYD_BITS).map(fitted).collect(),
@@ -210,7 +219,27 @@ fn best_factor(rows: &[Vec<f64>], run: usize, bits: u32) -> f64 {
         rows.iter().flat_map(|row| row.chunks(SAMPLE_RUN).flat_map(|r| r.chunks(run))).map(of_run).sum()
     };
     let all = (20..=80).map(|i| f64::from(i) * 0.02).map(|factor| (error(factor), factor));
-    all.min_by(|a, b| a.0.total_cmp(&b.0)).map_or(1.0, |(_, factor)| factor)
+    let (error, factor) = all.min_by(|a, b| a.0.total_cmp(&b.0)).unwrap_or((0.0, 1.0));
+    let energy: f64 = rows.iter().flatten().map(|y| y * y).sum();
+    let kept = if energy > 0.0 { 1.0 - error / energy } else { 1.0 };
+    factor * gain_of(kept)
+}
+
+fn gain_of(kept: f64) -> f64 {
+    let power: f64 = std::env::var("HQ_GAIN").ok().and_then(|v| v.parse().ok()).unwrap_or(0.0);
+    kept.max(0.25).powf(-power)
+}
+
+/// The level nearest to a number, of ascending ones.
+fn nearest(levels: &[f64], y: f64) -> f64 {
+    let at = levels.windows(2).take_while(|w| y > 0.5 * (w[0] + w[1])).count();
+    levels[at]
+}
+
+/// Σ y·ŷ over Σ y², weighted.
+fn kept_of(numbers: impl Iterator<Item = (f64, f64)>, read: impl Fn(f64) -> f64) -> f64 {
+    let (product, energy) = numbers.fold((0.0, 0.0), |(p, e), (y, w)| (p + w * y * read(y), e + w * y * y));
+    if energy > 0.0 { product / energy } else { 1.0 }
 }
 
 /// Whole bits of a head `width` wide: B·d, rounded down.
@@ -383,7 +412,14 @@ pub fn shared_bits(members: &[Member<'_>], mean: f64) -> Vec<Vec<(f64, f64)>> {
     assert!(members.iter().all(|m| hull(m.base) == hull(base)), "members of a pool pay alike");
     let heads: Vec<(Vec<f64>, f64)> = members
         .iter()
-        .flat_map(|m| m.statistics.moments.par_iter().zip(m.factors).map(|(own, f)| (HeadTransform::coordinates(own, m.base.metric).weighted(), *f)).collect::<Vec<_>>())
+        .flat_map(|m| {
+            m.statistics
+                .moments
+                .par_iter()
+                .zip(m.factors)
+                .map(|(own, f)| (HeadTransform::coordinates(own, m.base.metric).weighted(), *f))
+                .collect::<Vec<_>>()
+        })
         .collect();
     let scaled: Vec<Vec<f64>> = heads.iter().map(|(of, factor)| of.iter().map(|s| s * factor).collect()).collect();
     let elements: usize = scaled.iter().map(Vec::len).sum();
@@ -499,9 +535,7 @@ impl Transform {
         let table = || Table {
             lowest: each(&|f, i| levels(f, i)[0]),
             thresholds: (1..1usize << MOST_LLOYD_BITS)
-                .map(|k| {
-                    each(&|f, i| levels(f, i).get(k - 1..=k).map_or(f64::from(f32::MAX), |l| 0.5 * (l[0] + l[1])))
-                })
+                .map(|k| each(&|f, i| levels(f, i).get(k - 1..=k).map_or(f64::from(f32::MAX), |l| 0.5 * (l[0] + l[1]))))
                 .collect(),
             steps: (1..1usize << MOST_LLOYD_BITS)
                 .map(|k| each(&|f, i| levels(f, i).get(k - 1..=k).map_or(0.0, |l| l[1] - l[0])))
@@ -941,7 +975,11 @@ mod tests {
                 let rates = |head: &HeadTransform, i: usize| {
                     let at = steps.iter().position(|s| s.bits > head.bits[i]).unwrap_or(steps.len());
                     let rate = |s: &Step| head.spread[i] * head.weight * s.gain / s.cost;
-                    (at.checked_sub(1).map_or(f64::INFINITY, |at| rate(&steps[at])), steps.get(at).map(rate), steps.get(at))
+                    (
+                        at.checked_sub(1).map_or(f64::INFINITY, |at| rate(&steps[at])),
+                        steps.get(at).map(rate),
+                        steps.get(at),
+                    )
                 };
                 let all = || fitted.iter().flat_map(|h| (0..8).map(move |i| (h, i))).map(|(h, i)| rates(h, i));
                 let taken = all().map(|r| r.0).fold(f64::INFINITY, f64::min);
@@ -953,11 +991,13 @@ mod tests {
         }
         // Against all ways of spending whole bits.
         let base = scheme("klt-1(ranges=static)");
-        for (spread, budget) in [([9.0, 4.0, 1.0, 0.3], 7.0), ([1.0, 1.0, 1.0, 1.0], 6.0), ([1e6, 1.0, 0.1, 0.0], 9.0)] {
+        for (spread, budget) in [([9.0, 4.0, 1.0, 0.3], 7.0), ([1.0, 1.0, 1.0, 1.0], 6.0), ([1e6, 1.0, 0.1, 0.0], 9.0)]
+        {
             let split = vec![spread[..2].to_vec(), spread[2..].to_vec()];
             let cost = |b: &[u32]| spread.iter().zip(b).map(|(s, b)| s * uniform_distortion(*b)).sum::<f64>();
             let all = (0..9u32.pow(4)).map(|i| [i % 9, i / 9 % 9, i / 81 % 9, i / 729]);
-            let best = all.filter(|b| f64::from(b.iter().sum::<u32>()) <= budget).map(|b| cost(&b)).fold(f64::MAX, f64::min);
+            let best =
+                all.filter(|b| f64::from(b.iter().sum::<u32>()) <= budget).map(|b| cost(&b)).fold(f64::MAX, f64::min);
             let found = allocate_pool(&base, &split, budget).concat();
             assert!(cost(&found) <= best * (1.0 + 1e-12), "{spread:?}: {found:?}");
         }
@@ -1018,7 +1058,8 @@ mod tests {
     fn levels_and_factors_of_a_sample_fit_it_better_than_those_for_gaussians() {
         let device = Device::flex();
         let keys = heads(8, 2);
-        let plain: Vec<HeadMoments> = keys.moments.iter().map(|m| HeadMoments { sample: Vec::new(), ..m.clone() }).collect();
+        let plain: Vec<HeadMoments> =
+            keys.moments.iter().map(|m| HeadMoments { sample: Vec::new(), ..m.clone() }).collect();
         let gaussian = KeyStatistics { moments: plain.into(), fits: Default::default(), ..keys.clone() };
         for text in ["klt-1(g=128,ranges=lloyd)", "klt-2(g=128,ranges=lloyd)", "klt-1(g=128)", "klt-2(g=64)"] {
             let base = scheme(text);
@@ -1039,10 +1080,12 @@ mod tests {
             assert!(own < 0.97 * other, "{text}: {own} and {other}");
         }
         // Lloyd's conditions: each level is the mean of the numbers that are nearest to it.
-        let numbers: Vec<(f64, f64)> = (0..2000).map(|i| ((i as f64 * 0.37).sin() * 1.4, 1.0 + (i % 3) as f64)).collect();
+        let numbers: Vec<(f64, f64)> =
+            (0..2000).map(|i| ((i as f64 * 0.37).sin() * 1.4, 1.0 + (i % 3) as f64)).collect();
         let levels = lloyd(numbers.clone(), lloyd_max(3).levels.clone());
         for (i, level) in levels.iter().enumerate() {
-            let nearest = |x: f64| (0..8).min_by(|a, b| (levels[*a] - x).abs().total_cmp(&(levels[*b] - x).abs())).unwrap();
+            let nearest =
+                |x: f64| (0..8).min_by(|a, b| (levels[*a] - x).abs().total_cmp(&(levels[*b] - x).abs())).unwrap();
             let own = numbers.iter().filter(|(x, _)| nearest(*x) == i);
             let (sum, weight) = own.fold((0.0, 0.0), |(s, w), (x, own)| (s + x * own, w + own));
             assert!((sum / weight - level).abs() < 1e-3, "{levels:?}");
@@ -1060,7 +1103,8 @@ mod tests {
         let quantizer = BaseQuantizer::calibrated(base, &keys, 0, &device);
         let (host, read): (Vec<f32>, Vec<f32>) =
             (x.clone().try_into_vec_as().unwrap(), quantizer.read_back(x).try_into_vec_as().unwrap());
-        let vector = |all: &[f32], at: usize| DVector::from_iterator(8, all[at * 8..(at + 1) * 8].iter().map(|v| f64::from(*v)));
+        let vector =
+            |all: &[f32], at: usize| DVector::from_iterator(8, all[at * 8..(at + 1) * 8].iter().map(|v| f64::from(*v)));
         let mut looked_up = 0;
         for (at, head) in (0..256).map(|at| (at, &fitted[at / 128])) {
             let y = head.analysis.transpose() * vector(&host, at);

@@ -17,7 +17,9 @@ pub fn run(context: &Context, args: &Search) -> Result<(), LabError> {
     }
     if args.out.extension().is_none_or(|e| !e.eq_ignore_ascii_case("json")) {
         let out = args.out.display();
-        return Err(LabError::Usage(format!("--out {out}: expected a name that ends in .json, by which schemes know files")));
+        return Err(LabError::Usage(format!(
+            "--out {out}: expected a name that ends in .json, by which schemes know files"
+        )));
     }
     let stats = StatsArtifact::load(&args.stats)?;
     let fail = |e: headq::Error| LabError::Artifact { path: args.stats.clone(), reason: e.to_string() };

@@ -37,8 +37,8 @@ use crate::diagnose::statistics::Bootstrap;
 use crate::diagnose::thresholds::Thresholds;
 use crate::evaluate::{DensePart, PartStore, PlannedScheme, Request, SchemeResult, Sources, part};
 use crate::run::{
-    Announce, Calibrations, Folder, Manifest, RunConfig, RunOptions, Training, calibrated, check_context, check_overlap, file_sha256,
-    keep_bases, training_windows, windows, write_json,
+    Announce, Calibrations, Folder, Manifest, RunConfig, RunOptions, Training, calibrated, check_context,
+    check_overlap, file_sha256, keep_bases, training_windows, windows, write_json,
 };
 use crate::text::WindowOptions;
 use crate::{LabError, Observer, overlap};

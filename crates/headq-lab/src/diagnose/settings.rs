@@ -1,7 +1,8 @@
 //! Which quantizers, policies and schemes each link compares, for any head width.
 
 use headq::scheme::{
-    BaseScheme, Metric, Pool, Bits, Family, Flush, MOST_KLT_BITS, Meta, Policy, Quantizer, RangeSource, Rounding, Scheme,
+    BaseScheme, Bits, Family, Flush, MOST_KLT_BITS, Meta, Metric, Policy, Pool, Quantizer, RangeSource, Rounding,
+    Scheme,
 };
 
 use super::data::Role;

@@ -1173,8 +1173,14 @@ mod tests {
                 }
             }
             same_everywhere(&format!("{bits} bits of {width}"), &start, &expected, |machine, scores| {
-                let block =
-                    TokenBlock { codes: &packed, runs: &rows.runs, levels: Levels::Codes, ranges: &ranges, channels, zeros };
+                let block = TokenBlock {
+                    codes: &packed,
+                    runs: &rows.runs,
+                    levels: Levels::Codes,
+                    ranges: &ranges,
+                    channels,
+                    zeros,
+                };
                 machine.run(TokenScores { block, weights: &weights, sums: &sums, count, scores });
             });
         }

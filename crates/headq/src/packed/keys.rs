@@ -515,8 +515,7 @@ impl KeyCodes {
             }
             let codes = self.codes.run(head, blocks);
             let levels = self.levels.of(head);
-            let blocks =
-                kernels::CoefficientBlocks { codes, bytes: rows.bytes, runs: &rows.runs, levels, p: aligned };
+            let blocks = kernels::CoefficientBlocks { codes, bytes: rows.bytes, runs: &rows.runs, levels, p: aligned };
             kernels::coefficient_sums(blocks, count, dots);
             let channels = rows.runs.iter().flat_map(|run| run.channels.clone());
             let stored: usize = rows.runs.iter().map(|run| run.channels.len()).sum();

@@ -307,9 +307,10 @@ impl PackedLayer {
     /// Bytes held.
     pub fn bytes(&self) -> usize {
         let transformed = self.coefficients.iter().flat_map(Coefficients::all);
-        let codes = self.key_codes.iter().chain(&self.key_ranged).chain(transformed).map(KeyCodes::bytes).sum::<usize>()
-            + self.side.as_ref().map_or(0, |side| side.codes.bytes())
-            + self.value_codes.as_ref().map_or(0, ValueCodes::bytes);
+        let codes =
+            self.key_codes.iter().chain(&self.key_ranged).chain(transformed).map(KeyCodes::bytes).sum::<usize>()
+                + self.side.as_ref().map_or(0, |side| side.codes.bytes())
+                + self.value_codes.as_ref().map_or(0, ValueCodes::bytes);
         self.keys.bytes() + self.values.bytes() + codes + self.masses.capacity() * size_of::<f32>()
     }
 
@@ -348,7 +349,9 @@ impl PackedLayer {
         let [coded, held] = counts.values;
         all.extend(add("values", self.values.parts(counts.len, held).into()));
         all.extend(self.value_codes.as_mut().map(|codes| add("values", codes.parts(coded))).into_iter().flatten());
-        for (name, codes) in ["values", "values.ranged"].iter().zip(self.coefficients.iter_mut().flat_map(|c| c.all_mut())) {
+        for (name, codes) in
+            ["values", "values.ranged"].iter().zip(self.coefficients.iter_mut().flat_map(|c| c.all_mut()))
+        {
             all.extend(add(name, codes.parts(coded)));
         }
         if self.module.scheme().value.is_some_and(|v| v.policy == Policy::A2) {
@@ -923,7 +926,8 @@ impl PackedLayer {
         let keys = Resumed { flush: self.keys.flush, coded, coded_len: self.keys.coded, sinks, window };
         let (sinks, window) = dense(&self.values);
         let flush = self.values.flush;
-        let values = Resumed { flush, coded: transformed.or(coded_values), coded_len: self.values.coded, sinks, window };
+        let values =
+            Resumed { flush, coded: transformed.or(coded_values), coded_len: self.values.coded, sinks, window };
         LayerState::resumed(self.keys.kind, self.len(), keys, values, masses)
     }
 }

@@ -7,7 +7,9 @@ use std::sync::Arc;
 use burn::tensor::{Device, Tensor, TensorData};
 use half::f16;
 use headq::gaussian::{lloyd_max, uniform_step};
-use headq::scheme::{BaseScheme, Flush, MOST_LLOYD_BITS, Policy, Quantizer, RangeSource, Scheme, Scope, SideScales, ValueScheme};
+use headq::scheme::{
+    BaseScheme, Flush, MOST_LLOYD_BITS, Policy, Quantizer, RangeSource, Scheme, Scope, SideScales, ValueScheme,
+};
 use headq::transform::{HeadTransform, range_factor};
 use headq::{AttentionSite, Basis, HeadMoments, HeadqAttention, KeyStatistics, QuantizedCache};
 use nalgebra::DMatrix;
@@ -446,7 +448,8 @@ fn code_values(
             let statistics = key_statistics(head + 1, v[0].len());
             let values = statistics.values.as_ref().unwrap();
             let mean: Vec<f64> = values.mean[head * v[0].len()..].iter().map(|m| f64::from(*m)).collect();
-            let shifted: Head = v[block.clone()].iter().map(|row| row.iter().zip(&mean).map(|(v, m)| v - m).collect()).collect();
+            let shifted: Head =
+                v[block.clone()].iter().map(|row| row.iter().zip(&mean).map(|(v, m)| v - m).collect()).collect();
             let back = transform_and_code(&shifted, &base, &values.moments[head]);
             let whole = |row: Vec<f64>| row.iter().zip(&mean).map(|(v, m)| v + m).collect();
             block.clone().zip(back).for_each(|(j, row)| read[j] = Some(whole(row)));
