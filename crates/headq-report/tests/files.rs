@@ -94,7 +94,11 @@ fn folders_that_hold_no_run() {
     let folder = folder();
     let missing = folder.path().join("missing");
     message(load(&missing), &missing, &["no such folder", "headq diagnose"]);
-    message(load(folder.path()), folder.path(), &["no diagnosis.json, report.json, comparison.json, sweep.json or finetuned.json"]);
+    message(
+        load(folder.path()),
+        folder.path(),
+        &["no diagnosis.json, report.json, comparison.json, sweep.json or finetuned.json"],
+    );
     let file = folder.path().join("diagnosis.json");
     fs::write(&file, "{").unwrap();
     message(load(&file), &file, &["not a folder"]);
