@@ -1192,7 +1192,7 @@ fn windows_to_measure_and_windows_to_calibrate_on() {
 #[test]
 fn a_text_both_measured_and_calibrated_on() {
     let world = World::new(GQA);
-    let needles = ["text text.txt: at least 256 of its 256 tokens (4 of 4 windows) are in ", "--allow-overlap"];
+    let needles = ["text text.txt: at least 128 of its 128 tokens (2 of 2 windows) are in ", "--allow-overlap"];
     diagnosis_fails(&world, 1, &["--calibration-text", "text.txt"], &needles);
     // By content, whatever it is called.
     world.write("copy.txt", world.read("text.txt"));
