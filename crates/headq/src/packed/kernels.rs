@@ -20,6 +20,10 @@ pub(super) const TILE: usize = 128;
 /// Query heads of a group that are handled together; larger groups are split.
 pub(super) const MOST_QUERIES: usize = 4;
 
+/// What begins with a line of the processor's cache, so that no register's worth of it straddles two.
+#[repr(align(64))]
+pub(super) struct Aligned<T>(pub T);
+
 /// Runs `$body` with `$N` the number of queries as a constant.
 macro_rules! with_count {
     ($count:expr, $N:ident => $body:expr) => {
@@ -741,6 +745,12 @@ impl CodedValues<'_> {
     /// All fields of a plane.
     #[inline(always)]
     fn plane<M: Machine, const P: u32, const NQ: usize>(&self, m: M, plane: &Plane, out: &mut [f32]) {
+        #[cfg(target_arch = "x86_64")]
+        if const { P == 8 || P == 16 }
+            && let Some(avx2) = m.avx2()
+        {
+            return super::words::add_plane::<P, NQ>(avx2, self, plane, out);
+        }
         let mut at = plane.fields.start;
         while at < plane.fields.end {
             let chunk = self.layout.code(at) / self.per_chunk;
