@@ -569,7 +569,8 @@ impl PackedLayer {
             partial[..MOST_QUERIES].fill(f32::NEG_INFINITY);
             partial[MOST_QUERIES..].fill(0.0);
         }
-        let mut scores = [0.0; MOST_QUERIES * TILE];
+        let mut scores = kernels::Aligned([0.0; MOST_QUERIES * TILE]);
+        let scores = &mut scores.0;
         let mut at = tokens.start;
         while at < tokens.end {
             // A piece may begin within the sinks' tiles and end in those of codes.
@@ -584,19 +585,19 @@ impl PackedLayer {
                 };
                 self.prefetch_codes(next, &then);
                 let values = self.values.ahead(group.kv_head, &tile);
-                self.score_tile(group, tile.clone(), values, &mut scores, buffers);
+                self.score_tile(group, tile.clone(), values, scores, buffers);
                 if tile.end <= first {
                     continue;
                 }
                 let (max, rest) = partial.split_at_mut(MOST_QUERIES);
                 let (sum, out) = rest.split_at_mut(MOST_QUERIES);
                 for q in 0..group.count {
-                    let scores = &mut scores[q * TILE..][..tile.len()];
-                    scores[..first.saturating_sub(tile.start)].fill(f32::NEG_INFINITY);
-                    kernels::online_softmax(scores, &mut max[q], &mut sum[q], &mut out[q * d..(q + 1) * d]);
+                    scores[q * TILE..][..first.saturating_sub(tile.start)].fill(f32::NEG_INFINITY);
                 }
+                let (max, sum) = (&mut max[..group.count], &mut sum[..group.count]);
+                kernels::online_softmax(scores, tile.len(), d, max, sum, out);
                 let keys = self.keys.ahead(next.kv_head, &then);
-                self.read_tile(group, tile.clone(), keys, &scores, out, buffers);
+                self.read_tile(group, tile.clone(), keys, scores, out, buffers);
             }
         }
     }
