@@ -583,10 +583,15 @@ impl PackedLayer {
                     Some(group) => (group, tile.clone()),
                     None => (&groups[0], at..(at + size).min(self.len())),
                 };
-                self.prefetch_codes(next, &then);
+                // In four parts, as the machine fetches only so many lines at a time, and would wait for the others.
+                let middle = (then.start + size / 2).min(then.end);
+                let [soon, later] = [then.start..middle, middle..then.end];
+                self.prefetch_keys(next, &soon);
                 let values = self.values.ahead(group.kv_head, &tile);
                 self.score_tile(group, tile.clone(), values, scores, buffers);
+                self.prefetch_keys(next, &later);
                 if tile.end <= first {
+                    self.prefetch_values(next, &then);
                     continue;
                 }
                 let (max, rest) = partial.split_at_mut(MOST_QUERIES);
@@ -596,14 +601,16 @@ impl PackedLayer {
                 }
                 let (max, sum) = (&mut max[..group.count], &mut sum[..group.count]);
                 kernels::online_softmax(scores, tile.len(), d, max, sum, out);
+                self.prefetch_values(next, &soon);
                 let keys = self.keys.ahead(next.kv_head, &then);
                 self.read_tile(group, tile.clone(), keys, scores, out, buffers);
+                self.prefetch_values(next, &later);
             }
         }
     }
 
-    /// Starts to fetch the codes of a tile.
-    fn prefetch_codes(&self, group: &QueryGroup, tile: &Range<usize>) {
+    /// Starts to fetch the key codes of a tile.
+    fn prefetch_keys(&self, group: &QueryGroup, tile: &Range<usize>) {
         let tokens = self.keys.coded_of(tile);
         if let Some(codes) = self.key_codes.as_ref().filter(|_| !tokens.is_empty()) {
             codes.prefetch(group.kv_head, &tokens);
@@ -611,6 +618,10 @@ impl PackedLayer {
                 side.codes.prefetch(group.kv_head, &tokens);
             }
         }
+    }
+
+    /// Starts to fetch the value codes of a tile.
+    fn prefetch_values(&self, group: &QueryGroup, tile: &Range<usize>) {
         let tokens = self.values.coded_of(tile);
         if let Some(codes) = self.value_codes.as_ref().filter(|_| !tokens.is_empty()) {
             codes.prefetch(group.kv_head, &tokens);
