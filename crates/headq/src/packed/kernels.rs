@@ -6,7 +6,7 @@
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 
-use crate::kernels::{exp32, vectorized};
+use crate::kernels::vectorized;
 
 use super::keys::Run;
 use super::lanes::{Lanes, Plane};
@@ -19,6 +19,10 @@ use super::simd::{Element, Kernel, Lane, Machine, dispatch};
 pub(super) const TILE: usize = 128;
 /// Query heads of a group that are handled together; larger groups are split.
 pub(super) const MOST_QUERIES: usize = 4;
+
+/// What begins with a line of the processor's cache, so that no register's worth of it straddles two.
+#[repr(align(64))]
+pub(super) struct Aligned<T>(pub T);
 
 /// Runs `$body` with `$N` the number of queries as a constant.
 macro_rules! with_count {
@@ -834,6 +838,12 @@ impl CodedValues<'_> {
     /// All fields of a plane.
     #[inline(always)]
     fn plane<M: Machine, const P: u32, const NQ: usize>(&self, m: M, plane: &Plane, out: &mut [f32]) {
+        #[cfg(target_arch = "x86_64")]
+        if const { P == 8 || P == 16 }
+            && let Some(avx2) = m.avx2()
+        {
+            return super::words::add_plane::<P, NQ>(avx2, self, plane, out);
+        }
         let mut at = plane.fields.start;
         while at < plane.fields.end {
             let chunk = self.layout.code(at) / self.per_chunk;
@@ -914,41 +924,94 @@ fn halves_sum(x: &Lane) -> f32 {
     (four[0] + four[2]) + (four[1] + four[3])
 }
 
-/// One tile of an online softmax: scores become e^{s − m}, what was summed before is scaled to the new maximum m.
+/// The largest of the lanes, upper half against lower half.
+#[inline(always)]
+fn halves_max(x: &Lane) -> f32 {
+    let mut x = *x;
+    for half in [8, 4, 2, 1] {
+        for i in 0..half {
+            x[i] = if x[i + half] > x[i] { x[i + half] } else { x[i] };
+        }
+    }
+    x[0]
+}
+
+/// e^x for x ≤ 0, to about 2 ulp; 0 below −88. As [`crate::kernels::exp32`], with fewer operations that wait for each other.
+#[inline(always)]
+fn exp_of_negative(x: f32) -> f32 {
+    const LN2_HIGH: f32 = 0.693_359_4;
+    const LN2_LOW: f32 = -2.121_944_4e-4;
+    /// 1.5·2²³
+    const ROUND: f32 = 12_582_912.0;
+    // There the power of two is 2⁻¹²⁷, which comes out as 0.
+    let x = if x < -88.0 { -88.0 } else { x };
+    let shifted = x.mul_add(std::f32::consts::LOG2_E, ROUND);
+    let n = shifted - ROUND;
+    let r = n.mul_add(-LN2_LOW, n.mul_add(-LN2_HIGH, x));
+    let square = r * r;
+    let low = square.mul_add(r.mul_add(1.0 / 6.0, 0.5), r + 1.0);
+    let high = square.mul_add(r.mul_add(1.0 / 5_040.0, 1.0 / 720.0), r.mul_add(1.0 / 120.0, 1.0 / 24.0));
+    let p = (square * square).mul_add(high, low);
+    p * f32::from_bits(shifted.to_bits().wrapping_add(127) << 23)
+}
+
+/// One tile of an online softmax: each query's scores become e^{s − m}, what was summed before is scaled to the new maximum m.
 ///
 /// # Shapes
-/// - `scores`: `[TILE]`, −∞ for hidden tokens, at least one not; `out`: `[width]`
-pub(super) fn online_softmax(scores: &mut [f32], max: &mut f32, sum: &mut f32, out: &mut [f32]) {
-    vectorized!(|scores: &'a mut [f32], max: &'a mut f32, sum: &'a mut f32, out: &'a mut [f32]| -> () {
-        let whole = scores.len() / LANES * LANES;
-        let mut lanes = [f32::NEG_INFINITY; LANES];
-        for x in scores[..whole].chunks_exact(LANES) {
-            for i in 0..LANES {
-                lanes[i] = if x[i] > lanes[i] { x[i] } else { lanes[i] };
+/// - `scores`: `[count, TILE]`, of each row the first `tokens`, −∞ for hidden ones, at least one not
+/// - `max`, `sum`: `[count]`; `out`: `[count, width]`
+pub(super) fn online_softmax(
+    scores: &mut [f32],
+    tokens: usize,
+    width: usize,
+    max: &mut [f32],
+    sum: &mut [f32],
+    out: &mut [f32],
+) {
+    vectorized!(|scores: &'a mut [f32],
+                 tokens: usize,
+                 width: usize,
+                 max: &'a mut [f32],
+                 sum: &'a mut [f32],
+                 out: &'a mut [f32]|
+     -> () {
+        let whole = tokens / LANES * LANES;
+        // Queries in turn for each step, as a step of one has to wait for the step before.
+        let count = max.len();
+        for q in 0..count {
+            let scores = &scores[q * TILE..][..tokens];
+            let mut lanes = [f32::NEG_INFINITY; LANES];
+            for x in scores[..whole].as_chunks::<LANES>().0 {
+                for i in 0..LANES {
+                    lanes[i] = if x[i] > lanes[i] { x[i] } else { lanes[i] };
+                }
+            }
+            let largest = scores[whole..].iter().copied().fold(halves_max(&lanes), f32::max);
+            if largest > max[q] {
+                let shrink = exp_of_negative(max[q] - largest);
+                sum[q] *= shrink;
+                for x in &mut out[q * width..(q + 1) * width] {
+                    *x *= shrink;
+                }
+                max[q] = largest;
             }
         }
-        let largest = lanes.iter().chain(&scores[whole..]).copied().fold(*max, f32::max);
-        if largest > *max {
-            let shrink = exp32(*max - largest);
-            *sum *= shrink;
-            for x in out.iter_mut() {
-                *x *= shrink;
+        for q in 0..count {
+            let (scores, largest) = (&mut scores[q * TILE..][..tokens], max[q]);
+            let mut lanes = [0.0; LANES];
+            for x in scores[..whole].as_chunks_mut::<LANES>().0 {
+                for i in 0..LANES {
+                    x[i] = exp_of_negative(x[i] - largest);
+                    lanes[i] += x[i];
+                }
             }
-            *max = largest;
-        }
-        let mut lanes = [0.0; LANES];
-        for x in scores[..whole].chunks_exact_mut(LANES) {
-            for i in 0..LANES {
-                x[i] = exp32(x[i] - largest);
-                lanes[i] += x[i];
+            let mut total = halves_sum(&lanes);
+            for x in &mut scores[whole..] {
+                *x = exp_of_negative(*x - largest);
+                total += *x;
             }
+            sum[q] += total;
         }
-        let mut total = halves_sum(&lanes);
-        for x in &mut scores[whole..] {
-            *x = exp32(*x - largest);
-            total += *x;
-        }
-        *sum += total;
     })
 }
 
@@ -1275,17 +1338,43 @@ mod tests {
 
     #[test]
     fn an_online_softmax_is_a_softmax() {
-        let (scores, value) = (noise(TILE, 5).iter().map(|x| x * 30.0).collect::<Vec<_>>(), noise(TILE, 6));
-        let (mut max, mut sum, mut out) = (f32::NEG_INFINITY, 0.0, [0.0]);
+        const COUNT: usize = 3;
+        const WIDTH: usize = 2;
+        let scores: Vec<f32> = noise(COUNT * TILE, 5).iter().map(|x| x * 30.0).collect();
+        let value = noise(TILE, 6);
+        let (mut max, mut sum, mut out) = ([f32::NEG_INFINITY; COUNT], [0.0; COUNT], [0.0; COUNT * WIDTH]);
         for tile in [0..5, 5..90, 90..TILE] {
-            let mut p = scores[tile.clone()].to_vec();
-            online_softmax(&mut p, &mut max, &mut sum, &mut out);
-            out[0] += p.iter().zip(&value[tile]).map(|(p, v)| p * v).sum::<f32>();
+            let mut p = vec![f32::NAN; COUNT * TILE];
+            for q in 0..COUNT {
+                p[q * TILE..][..tile.len()].copy_from_slice(&scores[q * TILE..][tile.clone()]);
+            }
+            online_softmax(&mut p, tile.len(), WIDTH, &mut max, &mut sum, &mut out);
+            for q in 0..COUNT {
+                let read: f32 = p[q * TILE..].iter().zip(&value[tile.clone()]).map(|(p, v)| p * v).sum();
+                out[q * WIDTH] += read;
+                out[q * WIDTH + 1] -= read;
+            }
         }
-        let weight = |s: &f32| f64::from(*s - max).exp();
-        let total: f64 = scores.iter().map(weight).sum();
-        let mean = scores.iter().zip(&value).map(|(s, v)| weight(s) * f64::from(*v)).sum::<f64>() / total;
-        assert!((f64::from(sum) / total - 1.0).abs() < 1e-6);
-        assert!((f64::from(out[0] / sum) - mean).abs() < 1e-6);
+        for q in 0..COUNT {
+            let scores = &scores[q * TILE..(q + 1) * TILE];
+            let weight = |s: &f32| f64::from(*s - max[q]).exp();
+            let total: f64 = scores.iter().map(weight).sum();
+            let mean = scores.iter().zip(&value).map(|(s, v)| weight(s) * f64::from(*v)).sum::<f64>() / total;
+            assert!((f64::from(sum[q]) / total - 1.0).abs() < 1e-6);
+            assert!((f64::from(out[q * WIDTH] / sum[q]) - mean).abs() < 1e-6);
+            assert!((f64::from(out[q * WIDTH + 1] / sum[q]) + mean).abs() < 1e-6);
+        }
+    }
+
+    #[test]
+    fn exponentials_of_negative_numbers_agree_with_the_standard_library() {
+        for i in 0..=8_700 {
+            let x = i as f32 / -100.0;
+            let off = (f64::from(exp_of_negative(x)) / f64::from(x).exp() - 1.0).abs();
+            assert!(off < 3e-7, "{x}: {off:e}");
+        }
+        assert_eq!([-88.1, -1e9, f32::NEG_INFINITY].map(exp_of_negative), [0.0; 3]);
+        assert_eq!(exp_of_negative(0.0), 1.0);
+        assert!(exp_of_negative(f32::NAN).is_nan());
     }
 }

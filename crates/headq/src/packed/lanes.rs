@@ -37,6 +37,39 @@ pub(super) struct Plane {
     pub start: usize,
     /// Its fields, in order of their bits.
     pub fields: std::ops::Range<usize>,
+    /// Two for each field in planes of 8 and of 16 bits: its even lanes, then its odd ones.
+    pub columns: Vec<Column>,
+}
+
+/// Words of a column.
+pub(super) const WORDS: usize = 8;
+
+/// Eight 32-bit words as they lie in a plane of 8 or 16 bits hold several lanes each, of which this is one's field in each word. The four
+/// words of a token in a plane of 8 bits are taken twice: the first time for the lower lanes, the second time for the upper ones.
+#[derive(Debug, Clone, PartialEq)]
+#[repr(align(32))]
+pub(super) struct Column {
+    /// The field's bits, once the word is shifted.
+    pub masks: [u32; WORDS],
+    /// What its bits count in the code as they come out.
+    pub places: [f32; WORDS],
+    /// By how much the word is shifted right first, so that its highest bit does not come out negative.
+    pub shift: u32,
+}
+
+impl Column {
+    /// The even (0) or odd (1) lanes of a field.
+    fn new(width: u32, field: &Field, odd: u32) -> Self {
+        let shift = if odd == 1 && field.shift + field.bits == width { width } else { 0 };
+        let mut column = Self { masks: [0; WORDS], places: [0.0; WORDS], shift };
+        for word in 0..WORDS {
+            let lane = if width == 8 && word >= WORDS / 2 { odd + 2 } else { odd };
+            let at = field.shift + lane * width - shift;
+            column.masks[word] = ((1 << field.bits) - 1) << at;
+            column.places[word] = (field.low as f32 - at as f32).exp2();
+        }
+        column
+    }
 }
 
 /// How the codes of a lane are laid out.
@@ -94,7 +127,11 @@ impl Lanes {
                     (code, low) = (code + 1, 0);
                 }
             }
-            planes.push(Plane { width, start, fields: first..fields.len() });
+            let columns = match width {
+                8 | 16 => fields[first..].iter().flat_map(|f| [0, 1].map(|odd| Column::new(width, f, odd))).collect(),
+                _ => Vec::new(),
+            };
+            planes.push(Plane { width, start, fields: first..fields.len(), columns });
             start += LANES * width as usize / 8;
         }
         let masks = fields.iter().map(|f| ((1 << f.bits) - 1) << f.shift).collect();

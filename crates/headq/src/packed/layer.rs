@@ -713,7 +713,8 @@ impl PackedLayer {
             partial[..MOST_QUERIES].fill(f32::NEG_INFINITY);
             partial[MOST_QUERIES..].fill(0.0);
         }
-        let mut scores = [0.0; MOST_QUERIES * TILE];
+        let mut scores = kernels::Aligned([0.0; MOST_QUERIES * TILE]);
+        let scores = &mut scores.0;
         let mut at = tokens.start;
         while at < tokens.end {
             // A piece may begin within the sinks' tiles and end in those of codes.
@@ -726,27 +727,34 @@ impl PackedLayer {
                     Some(group) => (group, tile.clone()),
                     None => (&groups[0], at..(at + size).min(self.len())),
                 };
-                self.prefetch_codes(next, &then);
+                // In four parts, as the machine fetches only so many lines at a time, and would wait for the others.
+                let middle = (then.start + size / 2).min(then.end);
+                let [soon, later] = [then.start..middle, middle..then.end];
+                self.prefetch_keys(next, &soon);
                 let values = self.values.ahead(group.kv_head, &tile);
-                self.score_tile(group, tile.clone(), values, &mut scores, buffers);
+                self.score_tile(group, tile.clone(), values, scores, buffers);
+                self.prefetch_keys(next, &later);
                 if tile.end <= first {
+                    self.prefetch_values(next, &then);
                     continue;
                 }
                 let (max, rest) = partial.split_at_mut(MOST_QUERIES);
                 let (sum, out) = rest.split_at_mut(MOST_QUERIES);
                 for q in 0..group.count {
-                    let scores = &mut scores[q * TILE..][..tile.len()];
-                    scores[..first.saturating_sub(tile.start)].fill(f32::NEG_INFINITY);
-                    kernels::online_softmax(scores, &mut max[q], &mut sum[q], &mut out[q * d..(q + 1) * d]);
+                    scores[q * TILE..][..first.saturating_sub(tile.start)].fill(f32::NEG_INFINITY);
                 }
+                let (max, sum) = (&mut max[..group.count], &mut sum[..group.count]);
+                kernels::online_softmax(scores, tile.len(), d, max, sum, out);
+                self.prefetch_values(next, &soon);
                 let keys = self.keys.ahead(next.kv_head, &then);
-                self.read_tile(group, tile.clone(), keys, &scores, out, buffers);
+                self.read_tile(group, tile.clone(), keys, scores, out, buffers);
+                self.prefetch_values(next, &later);
             }
         }
     }
 
-    /// Starts to fetch the codes of a tile.
-    fn prefetch_codes(&self, group: &QueryGroup, tile: &Range<usize>) {
+    /// Starts to fetch the key codes of a tile.
+    fn prefetch_keys(&self, group: &QueryGroup, tile: &Range<usize>) {
         let tokens = self.keys.coded_of(tile);
         if let Some(codes) = self.key_codes.as_ref().filter(|_| !tokens.is_empty()) {
             codes.prefetch(group.kv_head, &tokens);
@@ -757,6 +765,10 @@ impl PackedLayer {
                 side.codes.prefetch(group.kv_head, &tokens);
             }
         }
+    }
+
+    /// Starts to fetch the value codes of a tile.
+    fn prefetch_values(&self, group: &QueryGroup, tile: &Range<usize>) {
         let tokens = self.values.coded_of(tile);
         if let Some(codes) = self.value_codes.as_ref().filter(|_| !tokens.is_empty()) {
             codes.prefetch(group.kv_head, &tokens);

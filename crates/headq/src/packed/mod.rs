@@ -30,6 +30,8 @@ mod rows;
 mod simd;
 mod stream;
 mod values;
+#[cfg(target_arch = "x86_64")]
+mod words;
 
 use burn::tensor::{Tensor, TensorData};
 

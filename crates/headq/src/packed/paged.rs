@@ -20,17 +20,17 @@ pub(super) struct Paged<T> {
     records: Vec<(usize, usize)>,
     /// Elements of a page.
     size: usize,
-    /// Records of each head in a page.
-    slots: usize,
+    /// Records of each head in a page: two to the power of this, as a division would take longer than all else that finds one.
+    slots: u32,
     /// Records of each head so far, freed ones too.
     len: usize,
 }
 
 impl<T: Copy + Default> Paged<T> {
-    /// Heads with records of these lengths; pages hold a multiple of `slots` of each.
+    /// Heads with records of these lengths; pages hold at least `slots` of each, and a multiple of it if it is a power of two.
     pub fn new(lengths: Vec<usize>, slots: usize) -> Self {
         let least = lengths.iter().sum::<usize>() * slots * size_of::<T>();
-        let slots = slots * LEAST_PAGE.div_ceil(least.max(1)).clamp(1, MOST_TIMES);
+        let slots = (slots * LEAST_PAGE.div_ceil(least.max(1)).clamp(1, MOST_TIMES)).next_power_of_two();
         let mut size = 0;
         let start = |length: usize| {
             let start = size;
@@ -38,13 +38,13 @@ impl<T: Copy + Default> Paged<T> {
             (length, start)
         };
         let records = lengths.into_iter().map(start).collect();
-        Self { pages: VecDeque::new(), first: 0, records, size, slots, len: 0 }
+        Self { pages: VecDeque::new(), first: 0, records, size, slots: slots.trailing_zeros(), len: 0 }
     }
 
     /// Makes room up to `len` records of each head; new ones are zero.
     pub fn extend(&mut self, len: usize) {
         self.len = self.len.max(len);
-        while (self.first + self.pages.len()) * self.slots < len {
+        while (self.first + self.pages.len()) << self.slots < len {
             if self.pages.len() == self.pages.capacity() {
                 self.pages.reserve_exact(LIST_STEP);
             }
@@ -55,29 +55,34 @@ impl<T: Copy + Default> Paged<T> {
     /// Forgets the records from `len` on. What is left of the last page is not cleared.
     pub fn truncate(&mut self, len: usize) {
         self.len = self.len.min(len);
-        while !self.pages.is_empty() && (self.first + self.pages.len() - 1) * self.slots >= len {
+        while !self.pages.is_empty() && (self.first + self.pages.len() - 1) << self.slots >= len {
             self.pages.pop_back();
         }
     }
 
     /// Frees the pages that hold only records before `start`.
     pub fn free_before(&mut self, start: usize) {
-        while !self.pages.is_empty() && (self.first + 1) * self.slots <= start {
+        while !self.pages.is_empty() && (self.first + 1) << self.slots <= start {
             self.pages.pop_front();
             self.first += 1;
         }
         if self.pages.is_empty() {
-            self.first = start / self.slots;
+            self.first = start >> self.slots;
         }
         if self.pages.capacity() > self.pages.len() + 2 * LIST_STEP {
             self.pages.shrink_to(self.pages.len() + LIST_STEP);
         }
     }
 
+    /// The page of a record, and its place there.
+    fn place(&self, index: usize) -> (usize, usize) {
+        (index >> self.slots, index & ((1 << self.slots) - 1))
+    }
+
     /// The records of a head in `range`, as far as they lie in the page of its first.
     pub fn run(&self, head: usize, range: Range<usize>) -> &[T] {
-        let (page, slot) = (range.start / self.slots, range.start % self.slots);
-        let count = range.len().min(self.slots - slot);
+        let (page, slot) = self.place(range.start);
+        let count = range.len().min((1 << self.slots) - slot);
         let (length, start) = self.records[head];
         let at = start + slot * length;
         &self.pages[page - self.first][at..at + count * length]
@@ -97,8 +102,9 @@ impl<T: Copy + Default> Paged<T> {
     /// One record, to be written.
     pub fn record_mut(&mut self, head: usize, index: usize) -> &mut [T] {
         let (length, start) = self.records[head];
-        let at = start + index % self.slots * length;
-        &mut self.pages[index / self.slots - self.first][at..at + length]
+        let (page, slot) = self.place(index);
+        let at = start + slot * length;
+        &mut self.pages[page - self.first][at..at + length]
     }
 
     /// Bytes that are held: pages and the list of them.

@@ -1,7 +1,7 @@
 //! Sixteen numbers at a time, on the instruction set that the running machine has: AVX-512, AVX2 or none in particular.
 //!
 //! All three do the same operations in the same order, so that results are the same bits. The intrinsics are [`pulp`]'s, safe behind
-//! tokens that exist only where the machine has them.
+//! tokens that exist only where the machine has them; but for one that it does not have.
 
 use half::f16;
 
@@ -20,11 +20,11 @@ pub(super) trait Kernel {
 pub(super) fn dispatch<K: Kernel>(kernel: K) -> K::Output {
     #[cfg(target_arch = "x86_64")]
     {
-        use pulp::x86::{V3, V4};
+        use pulp::x86::V4;
         if let Some(machine) = V4::try_new() {
             return machine.vectorize(On { kernel, machine });
         }
-        if let Some(machine) = V3::try_new() {
+        if let Some(machine) = x86::Avx2::try_new() {
             return machine.vectorize(On { kernel, machine });
         }
     }
@@ -53,7 +53,7 @@ impl<K: Kernel, M: Machine> pulp::NullaryFnOnce for On<K, M> {
 pub(super) enum Which {
     Portable,
     #[cfg(target_arch = "x86_64")]
-    Avx2(pulp::x86::V3),
+    Avx2(x86::Avx2),
     #[cfg(target_arch = "x86_64")]
     Avx512(pulp::x86::V4),
 }
@@ -65,7 +65,7 @@ impl Which {
         let mut all = vec![Self::Portable];
         #[cfg(target_arch = "x86_64")]
         {
-            all.extend(pulp::x86::V3::try_new().map(Self::Avx2));
+            all.extend(pulp::x86::x86::Avx2::try_new().map(Self::Avx2));
             all.extend(pulp::x86::V4::try_new().map(Self::Avx512));
         }
         all
@@ -111,6 +111,12 @@ pub(super) trait Machine: Copy {
     fn levels<const B: u32>(self, row: &[u8], table: &[f32; 256]) -> Self::Lanes;
     /// Halves as numbers.
     fn widen(self, halves: &[f16; LANES]) -> Self::Lanes;
+    /// The token of AVX2, if this is it: for loops that are written for it.
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    fn avx2(self) -> Option<Avx2> {
+        None
+    }
 }
 
 /// Elements of dense pages.
@@ -241,13 +247,37 @@ impl Machine for Portable {
 }
 
 #[cfg(target_arch = "x86_64")]
+pub(super) use x86::Avx2;
+
+#[cfg(target_arch = "x86_64")]
 mod x86 {
     use std::arch::x86_64::{__m128i, __m256, __m256i, __m512, __m512i};
 
     use pulp::cast;
-    use pulp::x86::{V3, V4};
+    use pulp::x86::V4;
 
     use super::*;
+
+    pulp::simd_type!({
+        /// AVX2 and what comes with it, which for halves is more than [`pulp::x86::V3`] stands for: F16C.
+        pub(in crate::packed) struct Avx2 {
+            pub sse: f!("sse"),
+            pub sse2: f!("sse2"),
+            pub fxsr: f!("fxsr"),
+            pub sse3: f!("sse3"),
+            pub ssse3: f!("ssse3"),
+            pub sse4_1: f!("sse4.1"),
+            pub sse4_2: f!("sse4.2"),
+            pub popcnt: f!("popcnt"),
+            pub avx: f!("avx"),
+            pub avx2: f!("avx2"),
+            pub bmi1: f!("bmi1"),
+            pub bmi2: f!("bmi2"),
+            pub fma: f!("fma"),
+            pub lzcnt: f!("lzcnt"),
+            pub f16c: f!("f16c"),
+        }
+    });
 
     const SHIFTS_1: [i32; LANES] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
     const SHIFTS_2: [i32; LANES] = [0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30];
@@ -443,25 +473,25 @@ mod x86 {
 
     /// A word's bits from each lane's shift on.
     #[inline(always)]
-    fn moved_256(m: V3, word: i32, shifts: [i32; 8]) -> __m256i {
+    fn moved_256(m: Avx2, word: i32, shifts: [i32; 8]) -> __m256i {
         m.avx2._mm256_srlv_epi32(m.avx._mm256_set1_epi32(word), cast(shifts))
     }
 
     /// Eight codes of a plane: the word's bits from each lane's shift on.
     #[inline(always)]
-    fn plane_256(m: V3, word: i32, shifts: [i32; 8], mask: i32) -> __m256i {
+    fn plane_256(m: Avx2, word: i32, shifts: [i32; 8], mask: i32) -> __m256i {
         m.avx2._mm256_and_si256(moved_256(m, word, shifts), m.avx._mm256_set1_epi32(mask))
     }
 
     /// Both halves of a plane.
     #[inline(always)]
-    fn planes_256(m: V3, words: [i32; 2], shifts: [i32; LANES], mask: i32) -> [__m256i; 2] {
+    fn planes_256(m: Avx2, words: [i32; 2], shifts: [i32; LANES], mask: i32) -> [__m256i; 2] {
         let [low, high]: [[i32; 8]; 2] = cast(shifts);
         [plane_256(m, words[0], low, mask), plane_256(m, words[1], high, mask)]
     }
 
     #[inline(always)]
-    fn shift_in<const BITS: i32>(m: V3, codes: [__m256i; 2], own: [__m256i; 2]) -> [__m256i; 2] {
+    fn shift_in<const BITS: i32>(m: Avx2, codes: [__m256i; 2], own: [__m256i; 2]) -> [__m256i; 2] {
         let f = m.avx2;
         [
             f._mm256_or_si256(f._mm256_slli_epi32::<BITS>(codes[0]), own[0]),
@@ -471,7 +501,7 @@ mod x86 {
 
     /// Bytes as numbers.
     #[inline(always)]
-    fn widened(m: V3, bytes: [u8; LANES]) -> [__m256i; 2] {
+    fn widened(m: Avx2, bytes: [u8; LANES]) -> [__m256i; 2] {
         let [low, high]: [[u8; 8]; 2] = cast(bytes);
         let (low, high): (__m128i, __m128i) = (cast([low, [0; 8]]), cast([high, [0; 8]]));
         [m.avx2._mm256_cvtepu8_epi32(low), m.avx2._mm256_cvtepu8_epi32(high)]
@@ -479,7 +509,7 @@ mod x86 {
 
     /// The codes of a row in two registers.
     #[inline(always)]
-    fn codes_256<const B: u32>(m: V3, row: &[u8]) -> [__m256i; 2] {
+    fn codes_256<const B: u32>(m: Avx2, row: &[u8]) -> [__m256i; 2] {
         if B == 8 {
             return widened(m, first(row));
         }
@@ -499,28 +529,24 @@ mod x86 {
         codes
     }
 
-    /// Eight halves, by integer arithmetic: F16C is not among the features that this token stands for.
+    /// Eight halves.
     #[inline(always)]
-    fn widened_half(m: V3, halves: __m128i) -> __m256 {
-        /// 2¹¹²: the difference of the exponents' biases.
-        const RESCALE: f32 = f32::from_bits((112 + 127) << 23);
-        let (f, set) = (m.avx2, m.avx);
-        // The sign is repeated upwards.
-        let bits = f._mm256_cvtepi16_epi32(halves);
-        let sign = f._mm256_and_si256(bits, set._mm256_set1_epi32(i32::MIN));
-        let magnitude = f._mm256_slli_epi32::<13>(f._mm256_and_si256(bits, set._mm256_set1_epi32(0x7fff)));
-        let number: __m256i = cast(set._mm256_mul_ps(cast(magnitude), set._mm256_set1_ps(RESCALE)));
-        // What is no number has the highest exponent there, too.
-        let none = f._mm256_cmpgt_epi32(magnitude, set._mm256_set1_epi32((0x7c00 << 13) - 1));
-        let none = f._mm256_and_si256(none, set._mm256_set1_epi32(0x7f80_0000));
-        cast(f._mm256_or_si256(f._mm256_or_si256(number, none), sign))
+    #[allow(unsafe_code)]
+    fn widened_half(_: Avx2, halves: __m128i) -> __m256 {
+        // SAFETY: the token exists only where the machine has F16C, and the instruction touches no memory.
+        unsafe { std::arch::x86_64::_mm256_cvtph_ps(halves) }
     }
 
-    impl Machine for V3 {
+    impl Machine for Avx2 {
         type Lanes = [__m256; 2];
         type Bits = [__m256i; 2];
         const MANY: bool = false;
         const HALVES: bool = true;
+
+        #[inline(always)]
+        fn avx2(self) -> Option<Avx2> {
+            Some(self)
+        }
 
         #[inline(always)]
         fn splat(self, x: f32) -> Self::Lanes {
