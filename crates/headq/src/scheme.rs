@@ -1163,12 +1163,7 @@ mod tests {
         const MIXED: &[Policy] = &[Policy::A2, Policy::Mse, Policy::Random, Policy::Recency];
         let policy = prop_oneof![
             (Just(Policy::Token), (1u32..=8).prop_map(Bits::whole), Just(Pool::Head), Just(RangeSource::Group)),
-            (
-                prop::sample::select(MIXED),
-                (2u32..=7).prop_map(Bits::whole),
-                Just(Pool::Head),
-                Just(RangeSource::Group)
-            ),
+            (prop::sample::select(MIXED), (2u32..=7).prop_map(Bits::whole), Just(Pool::Head), Just(RangeSource::Group)),
             (Just(Policy::Klt), 250u32..=6000, pool(), prop::sample::select(RangeSource::ALL))
                 .prop_map(|(policy, bits, pool, ranges)| (policy, pooled(pool, bits), pool, ranges)),
         ];

@@ -34,6 +34,9 @@ pub const QUERY_FLOOR: f64 = 1e-4;
 /// Shares of F, C_q and I, each by its trace, in the metric of [`Metric::Fisher`]: gradients are few and noisy, queries are many.
 const FISHER_SHARES: [f64; 3] = [0.75, 0.2, 0.05];
 
+/// Smallest share of y that [`gain`] makes up for.
+const LEAST_KEPT: f64 = 0.25;
+
 /// Sampled coefficients of a class below which its levels are those for a Gaussian.
 const LEAST_SAMPLE: usize = 256;
 
@@ -137,7 +140,7 @@ impl HeadTransform {
                     (levels, kept)
                 }
             };
-            let gain = gain_of(kept);
+            let gain = gain(base.metric, kept);
             levels.into_iter().map(|level| level * gain).collect()
         };
         let levels = match base.ranges {
@@ -152,7 +155,7 @@ impl HeadTransform {
             };
             match of_class.iter().map(Vec::len).sum::<usize>() < LEAST_SAMPLE {
                 true => f64::from(range_factor(bits)),
-                false => best_factor(&of_class, run, bits),
+                false => best_factor(&of_class, run, bits, base.metric),
             }
         };
         let factors = (0..=MOST_POOLED_BITS).map(factor).collect();
@@ -198,11 +201,12 @@ fn lloyd(mut numbers: Vec<(f64, f64)>, mut levels: Vec<f64>) -> Vec<f64> {
     levels
 }
 
-/// The factor on the half-width of min/max ranges, of those from 0.4 to 1.6 in steps of 0.02, that leaves the least squared error.
+/// The factor on the half-width of min/max ranges, of those from 0.4 to 1.6 in steps of 0.02, that leaves the least squared error, and
+/// what [`gain`] says of it.
 ///
 /// # Shapes
 /// `rows`: numbers of each coefficient, `run` neighbours sharing a range
-fn best_factor(rows: &[Vec<f64>], run: usize, bits: u32) -> f64 {
+fn best_factor(rows: &[Vec<f64>], run: usize, bits: u32, by: Metric) -> f64 {
     let cells = f64::from(1u32 << bits);
     let error = |factor: f64| -> f64 {
         let of_run = |y: &[f64]| {
@@ -222,12 +226,19 @@ fn best_factor(rows: &[Vec<f64>], run: usize, bits: u32) -> f64 {
     let (error, factor) = all.min_by(|a, b| a.0.total_cmp(&b.0)).unwrap_or((0.0, 1.0));
     let energy: f64 = rows.iter().flatten().map(|y| y * y).sum();
     let kept = if energy > 0.0 { 1.0 - error / energy } else { 1.0 };
-    factor * gain_of(kept)
+    factor * gain(by, kept)
 }
 
-fn gain_of(kept: f64) -> f64 {
-    let power: f64 = std::env::var("HQ_GAIN").ok().and_then(|v| v.parse().ok()).unwrap_or(0.0);
-    kept.max(0.25).powf(-power)
+/// What levels are multiplied by, given the share of y that its least-squares levels keep, `E[y·ŷ]`/`E[y²]`.
+///
+/// Levels of least squared error shrink: `E[y·ŷ]` is less than `E[y²]` by the error itself. Where the metric is that of scores, shrunken
+/// scores flatten every softmax, which squared errors do not see, and levels are spread until y keeps its size. Where it is that of
+/// gradients, which did see the softmax, least squares are left alone.
+fn gain(by: Metric, kept: f64) -> f64 {
+    match by {
+        Metric::Queries => 1.0 / kept.max(LEAST_KEPT),
+        Metric::Fisher => 1.0,
+    }
 }
 
 /// The level nearest to a number, of ascending ones.
@@ -1061,8 +1072,9 @@ mod tests {
         let plain: Vec<HeadMoments> =
             keys.moments.iter().map(|m| HeadMoments { sample: Vec::new(), ..m.clone() }).collect();
         let gaussian = KeyStatistics { moments: plain.into(), fits: Default::default(), ..keys.clone() };
-        for text in ["klt-1(g=128,ranges=lloyd)", "klt-2(g=128,ranges=lloyd)", "klt-1(g=128)", "klt-2(g=64)"] {
-            let base = scheme(text);
+        let options = ["klt-1(g=128,ranges=lloyd", "klt-2(g=128,ranges=lloyd", "klt-1(g=128", "klt-2(g=64"];
+        for text in options.map(|text| format!("{text},metric=fisher)")) {
+            let base = scheme(&text);
             let rows: Vec<f32> = keys.moments.iter().flat_map(|m| m.sample.clone()).collect();
             let x = Tensor::<4>::from_data(TensorData::new(rows, [1, 2, 1024, 8]), &device);
             let error = |keys: &KeyStatistics| -> f64 {
