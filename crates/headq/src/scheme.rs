@@ -1266,7 +1266,10 @@ mod tests {
             ("klt-6.001", "from 0.25 to 6"),
             ("klt-1.0625", "at most three decimals"),
             ("klt-1e0", "at most three decimals"),
-            ("klt-2(c=4)", "option 'c' of 'klt-2' is not known; known are g, r, sinks, range, ranges, center, meta"),
+            (
+                "klt-2(c=4)",
+                "option 'c' of 'klt-2' is not known; known are g, r, sinks, range, ranges, metric, pool, center, meta",
+            ),
             ("klt-2(range=1.3)", "above 0 and at most 1.25"),
             ("klt-2(ranges=fixed)", "option ranges: 'fixed' is not known; known are group, static"),
             ("klt-2(ranges=static,meta=f32)", "ranges=static stores no scales"),

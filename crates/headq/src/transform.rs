@@ -135,7 +135,7 @@ impl HeadTransform {
             let (levels, kept) = match classed.len() < LEAST_SAMPLE {
                 true => (gaussian, 1.0 - lloyd_max(bits).distortion),
                 false => {
-                    let levels = lloyd(classed.clone(), gaussian);
+                    let levels = lloyd(classed.clone(), gaussian.len());
                     let kept = kept_of(classed.into_iter(), |y| nearest(&levels, y));
                     (levels, kept)
                 }
@@ -178,9 +178,12 @@ impl HeadTransform {
     }
 }
 
-/// Lloyd–Max levels of weighted numbers, from a first guess: each the mean of the numbers that are nearest to it.
-fn lloyd(mut numbers: Vec<(f64, f64)>, mut levels: Vec<f64>) -> Vec<f64> {
+/// `count` Lloyd–Max levels of weighted numbers: each the mean of the numbers that are nearest to it. They begin as quantiles, so that none
+/// is without numbers.
+fn lloyd(mut numbers: Vec<(f64, f64)>, count: usize) -> Vec<f64> {
     numbers.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let all = numbers.len();
+    let mut levels: Vec<f64> = (0..count).map(|i| numbers[all * (2 * i + 1) / (2 * count)].0).collect();
     for _ in 0..100 {
         let mut start = 0;
         let mut moved = 0.0f64;
@@ -1094,7 +1097,7 @@ mod tests {
         // Lloyd's conditions: each level is the mean of the numbers that are nearest to it.
         let numbers: Vec<(f64, f64)> =
             (0..2000).map(|i| ((i as f64 * 0.37).sin() * 1.4, 1.0 + (i % 3) as f64)).collect();
-        let levels = lloyd(numbers.clone(), lloyd_max(3).levels.clone());
+        let levels = lloyd(numbers.clone(), 8);
         for (i, level) in levels.iter().enumerate() {
             let nearest =
                 |x: f64| (0..8).min_by(|a, b| (levels[*a] - x).abs().total_cmp(&(levels[*b] - x).abs())).unwrap();

@@ -65,7 +65,7 @@ impl Which {
         let mut all = vec![Self::Portable];
         #[cfg(target_arch = "x86_64")]
         {
-            all.extend(pulp::x86::x86::Avx2::try_new().map(Self::Avx2));
+            all.extend(x86::Avx2::try_new().map(Self::Avx2));
             all.extend(pulp::x86::V4::try_new().map(Self::Avx512));
         }
         all

@@ -8,7 +8,7 @@ use burn::tensor::{Device, Tensor, TensorData};
 use half::f16;
 use headq::gaussian::{lloyd_max, uniform_step};
 use headq::scheme::{
-    BaseScheme, Flush, MOST_LLOYD_BITS, Policy, Quantizer, RangeSource, Scheme, Scope, SideScales, ValueScheme,
+    BaseScheme, Flush, MOST_LLOYD_BITS, Metric, Policy, Quantizer, RangeSource, Scheme, Scope, SideScales, ValueScheme,
 };
 use headq::transform::{HeadTransform, range_factor};
 use headq::{AttentionSite, Basis, HeadMoments, HeadqAttention, KeyStatistics, QuantizedCache};
@@ -182,8 +182,11 @@ fn transform_and_code(rows: &[Vec<f64>], base: &BaseScheme, moments: &HeadMoment
         let column: Vec<f64> = rows.iter().map(|row| y(row, i)).collect();
         let range = match base.ranges {
             RangeSource::Lloyd if bits <= MOST_LLOYD_BITS => {
-                let size = head.spread[i].sqrt() * f64::from(base.range);
-                let levels = &lloyd_max(bits).levels;
+                // Levels that keep the size of what they stand for, where the metric is that of scores.
+                let table = lloyd_max(bits);
+                let kept = if base.metric == Metric::Queries { 1.0 - table.distortion } else { 1.0 };
+                let size = head.spread[i].sqrt() * f64::from(base.range) / kept;
+                let levels = &table.levels;
                 for (row, y) in read.iter_mut().zip(&column) {
                     let nearest = levels.iter().map(|l| l * size);
                     let y = nearest.min_by(|a, b| (a - y).abs().total_cmp(&(b - y).abs())).unwrap();
