@@ -114,7 +114,7 @@ fn bad_requests_are_refused_in_one_line() {
     refused(&world, &search("9", "scheme.json"), "--bits 9");
     refused(&world, &search("2", "scheme.toml"), "ends in .json");
     refused(&world, &search("2", "stats.safetensors"), "ends in .json");
-    world.write("notes.json", "{\"mine\": 1}".to_string());
+    world.write("notes.json", "{\"mine\": 1}");
     refused(&world, &search("2", "notes.json"), "nothing is overwritten");
     refused(&world, &eval("notes.json", &[]), "expected a scheme file");
     refused(&world, &eval("missing.json", &[]), "missing.json");
@@ -144,6 +144,6 @@ fn bad_requests_are_refused_in_one_line() {
         world.write("damaged.json", text.replacen(from, to, 1));
         refused(&world, &eval("damaged.json", &[]), needle);
     }
-    world.write("damaged.json", text[..text.len() / 2].to_string());
+    world.write("damaged.json", &text[..text.len() / 2]);
     refused(&world, &eval("damaged.json", &[]), "not JSON");
 }

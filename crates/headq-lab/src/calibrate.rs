@@ -132,6 +132,7 @@ pub fn check_base(base: &BaseScheme, context: usize, head_dim: usize) -> Result<
 ///
 /// # Errors
 /// If windows are shorter than one group of the base quantizer, a pass gives numbers that are not finite, or on interruption.
+#[allow(clippy::too_many_arguments)]
 pub fn calibrate(
     model: &LanguageModel,
     fingerprint: &Fingerprint,

@@ -10,12 +10,15 @@ use crate::format::{self, plural};
 use crate::plot::Key;
 use crate::plot::front::{Cost, Front, Point};
 
+/// A name, and which families it is of.
+type Series = (&'static str, fn(&str) -> bool);
+
 /// Kinds of schemes by how their families are called, each a series of the plots; the first that fits.
-const SERIES: [(&str, fn(&str) -> bool); 8] = [
+const SERIES: [Series; 8] = [
     ("kivi", |f| f == "kivi"),
     ("token", |f| f == "token"),
-    ("klt", |f| f == "klt"),
-    ("klt, static ranges", |f| f == "klt static"),
+    ("klt", |f| f == "klt" || f == "klt static"),
+    ("klt in nats", |f| f.starts_with("klt in nats") && !f.contains('+')),
     ("rotated", |f| f == "rotated"),
     ("corrected", |f| f.contains('+')),
     ("others", |_| true),
