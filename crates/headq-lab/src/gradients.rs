@@ -230,8 +230,8 @@ mod tests {
             let log_p: Vec<f32> = log_softmax(logits, 1).into_data_as::<f32>().try_to_vec().unwrap();
             let drawn: Vec<usize> =
                 log_p.chunks(vocab).enumerate().map(|(i, row)| draw(row, uniform(5, 0, i))).collect();
-            for layer in 0..model.config().num_layers {
-                let moments = &found[layer].k[0];
+            for (layer, found) in found.iter().enumerate() {
+                let moments = &found.k[0];
                 assert_eq!(moments.n, 2);
                 for channel in [0, 3] {
                     let gradient = |token: usize| {

@@ -152,7 +152,8 @@ mod tests {
     fn every_family_has_a_series() {
         let name = |family: &str| SERIES[series(family)].0;
         assert_eq!(name("kivi/a2"), "kivi");
-        assert_eq!(name("klt static"), "klt, static ranges");
+        assert_eq!(name("klt static"), "klt");
+        assert_eq!(name("klt in nats, searched/klt"), "klt in nats");
         assert_eq!(name("kivi score-aware/token"), "score-aware rounding");
         assert_eq!(name("token+query-pca"), "corrected");
         assert_eq!([name("grid"), name("dense/token")], ["others", "others"]);
