@@ -128,7 +128,7 @@ pub fn check_base(base: &BaseScheme, context: usize, head_dim: usize) -> Result<
 ///
 /// Each window's sums are made apart and added in window order, so that the result does not depend on `threads`. A static base
 /// quantizer takes two passes: its scales come from the first. With a seed for `gradients`, a pass forth and back follows
-/// ([`crate::gradients`]), which keys and values are read from codes in as `base` says.
+/// (module `gradients`), which keys and values are read from codes in as `base` says.
 ///
 /// # Errors
 /// If windows are shorter than one group of the base quantizer, a pass gives numbers that are not finite, or on interruption.
