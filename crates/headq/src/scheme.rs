@@ -831,7 +831,9 @@ impl<'a> Term<'a> {
     fn klt_bits(&mut self, bits: &str, what: &str) -> Result<(Bits, Pool), String> {
         let pool: Pool = self.take_named("pool")?;
         let most = if pool == Pool::Head { MOST_KLT_BITS } else { MOST_POOLED_BITS };
-        let bits = Bits::parse(bits, what, LEAST_KLT_BITS..=Bits::whole(most))?;
+        // What a search gave to keys and to values may be as little as nothing.
+        let least = if matches!(pool, Pool::Plan(_)) { Bits::whole(0) } else { LEAST_KLT_BITS };
+        let bits = Bits::parse(bits, what, least..=Bits::whole(most))?;
         match pool {
             Pool::Plan(budgets) if budgets.mean() != bits => {
                 Err(format!("{what}: the heads of {pool} have {} on average, found {bits}", budgets.mean()))
