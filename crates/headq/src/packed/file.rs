@@ -21,7 +21,7 @@ use crate::budget::HeadShape;
 use crate::codec::HeadqAttention;
 
 /// Version of the layout.
-const SCHEMA: u32 = 2;
+const SCHEMA: u32 = 3;
 /// Key of the header in the metadata.
 const HEADER: &str = "headq";
 

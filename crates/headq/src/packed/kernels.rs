@@ -9,7 +9,7 @@ use half::slice::HalfFloatSliceExt;
 use crate::kernels::vectorized;
 
 use super::keys::Run;
-use super::lanes::{Lanes, Plane};
+use super::lanes::{Lanes, Look, Plane, Split};
 use super::prefetch::prefetch;
 use super::reals::Run as Stretch;
 use super::rows::{LANES, row_bytes, with_bits, with_const};
@@ -348,80 +348,302 @@ pub(super) fn grouped_scores(
     dispatch(GroupedScores { parts, blocks, per_group, count, scores });
 }
 
-/// The numbers that codes stand for before their scale.
-#[derive(Debug, Clone, Copy)]
-pub(super) enum Levels<'a> {
-    /// The codes themselves.
-    Codes,
-    /// A table for all codes.
-    Same(&'a [f32; 256]),
-    /// By bits − 1 of a code.
-    ByBits(&'a [[f32; 256]]),
+/// Codes of one head in lanes, each of which a table says what it stands for.
+pub(super) struct LookedUp<'a> {
+    /// The blocks, one after the other.
+    pub codes: &'a [u8],
+    pub layout: &'a Lanes,
+    /// [`Lanes::tables`]
+    pub tables: &'a [Lane],
 }
 
-impl<'a> Levels<'a> {
+impl LookedUp<'_> {
+    /// A code of which planes have parts.
     #[inline(always)]
-    pub fn of(self, bits: u32) -> Option<&'a [f32; 256]> {
-        match self {
-            Levels::Codes => None,
-            Levels::Same(table) => Some(table),
-            Levels::ByBits(tables) => tables.get(bits as usize - 1),
+    fn split<M: Machine>(&self, m: M, split: &Split, block: &[u8]) -> M::Lanes {
+        let mut bits = m.no_bits();
+        for part in &split.parts {
+            bits = m.joined(plane_of(m, &self.layout.planes[part.plane], block), part.shift, part.mask, part.low, bits);
+        }
+        m.look_up(bits, 0, &self.tables[split.table])
+    }
+
+    #[inline(always)]
+    fn block(&self, index: usize) -> &[u8] {
+        &self.codes[index * self.layout.bytes..][..self.layout.bytes]
+    }
+}
+
+struct LookedUpScores<'a> {
+    codes: LookedUp<'a>,
+    /// `[count, codes]`, in the order of [`Looks::codes`](super::lanes::Looks::codes).
+    weights: &'a [f32],
+    count: usize,
+    scores: &'a mut [f32],
+}
+
+impl LookedUpScores<'_> {
+    /// NB blocks.
+    #[inline(always)]
+    fn add<M: Machine, const NQ: usize, const NB: usize>(&mut self, m: M, first: usize) {
+        let Self { codes, weights, .. } = self;
+        let layout = codes.layout;
+        let rows = split::<NQ>(weights, layout.codes());
+        let mut weights: [_; NQ] = std::array::from_fn(|q| rows[q].iter());
+        let mut sums = [[m.splat(0.0); NB]; NQ];
+        for (plane, looks) in layout.planes.iter().zip(&layout.looks.planes) {
+            let mut bits = [m.no_bits(); NB];
+            for b in 0..NB {
+                bits[b] = plane_of(m, plane, codes.block(first + b));
+            }
+            for look in looks {
+                let table = &codes.tables[look.table];
+                let mut x = [m.splat(0.0); NB];
+                for b in 0..NB {
+                    x[b] = m.look_up(bits[b], look.shift, table);
+                }
+                for q in 0..NQ {
+                    let w = m.splat(weights[q].next().copied().unwrap_or_default());
+                    for b in 0..NB {
+                        sums[q][b] = m.mul_add(w, x[b], sums[q][b]);
+                    }
+                }
+            }
+        }
+        for split in &layout.looks.splits {
+            let mut x = [m.splat(0.0); NB];
+            for b in 0..NB {
+                x[b] = codes.split(m, split, codes.block(first + b));
+            }
+            for q in 0..NQ {
+                let w = m.splat(weights[q].next().copied().unwrap_or_default());
+                for b in 0..NB {
+                    sums[q][b] = m.mul_add(w, x[b], sums[q][b]);
+                }
+            }
+        }
+        for q in 0..NQ {
+            for b in 0..NB {
+                add_to(m, sums[q][b], self.scores, q * TILE + (first + b) * LANES);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn all<M: Machine, const NQ: usize>(mut self, m: M) {
+        let blocks = self.codes.codes.len() / self.codes.layout.bytes;
+        let mut at = 0;
+        if const { fits::<M, NQ>(4) } {
+            while at + 4 <= blocks {
+                self.add::<M, NQ, 4>(m, at);
+                at += 4;
+            }
+        }
+        if const { fits::<M, NQ>(2) } {
+            while at + 2 <= blocks {
+                self.add::<M, NQ, 2>(m, at);
+                at += 2;
+            }
+        }
+        while at < blocks {
+            self.add::<M, NQ, 1>(m, at);
+            at += 1;
         }
     }
 }
 
-/// Coefficients of blocks of tokens, to be summed up with the tokens' weights.
-pub(super) struct CoefficientBlocks<'a> {
-    /// The blocks, one after the other.
-    pub codes: &'a [u8],
-    /// Bytes of a block.
-    pub bytes: usize,
-    pub runs: &'a [Run],
-    pub levels: Levels<'a>,
-    /// Weights of the tokens, 16 of each block: `[count, TILE]`, 0 where a block's token is not meant.
-    pub p: &'a [f32],
+impl Kernel for LookedUpScores<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<M: Machine>(self, m: M) {
+        with_count!(self.count, NQ => self.all::<M, NQ>(m));
+    }
+}
+
+/// Adds Σ_c w_qc · level(code_tc) to the scores of each block's tokens.
+///
+/// # Shapes
+/// - `weights`: `[count, codes]`, in the order of [`Looks::codes`](super::lanes::Looks::codes)
+/// - `scores`: `[count, TILE]`, the blocks' lanes from the first on
+pub(super) fn looked_up_scores(codes: LookedUp<'_>, weights: &[f32], count: usize, scores: &mut [f32]) {
+    dispatch(LookedUpScores { codes, weights, count, scores });
+}
+
+/// What codes of coefficients stand for before their scale.
+pub(super) enum Coefficients<'a> {
+    /// Themselves.
+    Codes {
+        codes: &'a [u8],
+        layout: &'a Lanes,
+    },
+    LookedUp(LookedUp<'a>),
 }
 
 struct SumCoefficients<'a> {
-    blocks: CoefficientBlocks<'a>,
+    of: Coefficients<'a>,
+    /// `[count, TILE]`
+    p: &'a [f32],
     count: usize,
     sums: &'a mut [f32],
 }
 
 impl SumCoefficients<'_> {
-    /// Σ_t p_qt · level(code_tc) of one channel, whose rows lie `at` in each block.
+    /// Σ_t p_qt · x_tf of F numbers of each block, as `numbers` makes them.
     #[inline(always)]
-    fn channel<M: Machine, const B: u32, const NQ: usize, const LEVELS: bool>(
-        &self,
+    fn sum<M: Machine, const NQ: usize, const F: usize>(
         m: M,
-        at: usize,
-        levels: &[f32; 256],
-    ) -> [f32; NQ] {
-        let p = split::<NQ>(self.blocks.p, TILE);
-        let mut sums = [m.splat(0.0); NQ];
-        for (i, block) in self.blocks.codes.chunks_exact(self.blocks.bytes).enumerate() {
-            let x = numbers::<M, B, LEVELS>(m, &block[at..at + row_bytes(B, LANES)], levels);
+        (codes, bytes): (&[u8], usize),
+        p: &[f32],
+        numbers: impl Fn(&[u8]) -> [M::Lanes; F],
+    ) -> [[f32; NQ]; F] {
+        let p = split::<NQ>(p, TILE);
+        let mut sums = [[m.splat(0.0); NQ]; F];
+        for (i, block) in codes.chunks_exact(bytes).take(TILE / LANES).enumerate() {
+            let x = numbers(block);
             for q in 0..NQ {
-                sums[q] = m.mul_add(m.load(lane(p[q], i * LANES)), x, sums[q]);
+                let p = m.load(lane(p[q], i * LANES));
+                for f in 0..F {
+                    sums[f][q] = m.mul_add(p, x[f], sums[f][q]);
+                }
             }
         }
-        let mut totals = [0.0; NQ];
-        for q in 0..NQ {
-            totals[q] = m.sum(sums[q]);
+        let mut totals = [[0.0; NQ]; F];
+        for f in 0..F {
+            for q in 0..NQ {
+                totals[f][q] = m.sum(sums[f][q]);
+            }
         }
         totals
     }
 
+    /// F neighbouring looks of a plane.
     #[inline(always)]
-    fn all<M: Machine, const NQ: usize>(self, m: M) {
-        for run in self.blocks.runs {
-            for (i, channel) in run.channels.clone().enumerate() {
-                let at = run.start + i * row_bytes(run.bits, LANES);
-                let totals = with_bits!(run.bits, B => match self.blocks.levels.of(run.bits) {
-                    None => self.channel::<M, B, NQ, false>(m, at, &NO_LEVELS),
-                    Some(levels) => self.channel::<M, B, NQ, true>(m, at, levels),
-                });
-                self.sums[channel * NQ..(channel + 1) * NQ].copy_from_slice(&totals);
+    fn looks<M: Machine, const NQ: usize, const F: usize>(
+        m: M,
+        of: &LookedUp<'_>,
+        p: &[f32],
+        plane: &Plane,
+        looks: &[Look],
+    ) -> [[f32; NQ]; F] {
+        let looks: &[Look; F] = looks[..F].try_into().expect("as many looks");
+        let tables: [&Lane; F] = std::array::from_fn(|f| &of.tables[looks[f].table]);
+        Self::sum::<M, NQ, F>(
+            m,
+            (of.codes, of.layout.bytes),
+            p,
+            #[inline(always)]
+            |block| {
+                let bits = plane_of(m, plane, block);
+                let mut x = [m.splat(0.0); F];
+                for f in 0..F {
+                    x[f] = m.look_up(bits, looks[f].shift, tables[f]);
+                }
+                x
+            },
+        )
+    }
+
+    #[inline(always)]
+    fn looked_up<M: Machine, const NQ: usize>(m: M, of: LookedUp<'_>, p: &[f32], sums: &mut [f32]) {
+        let all = &of.layout.looks;
+        let mut codes = all.codes.iter();
+        let mut put = |own: &[f32; NQ]| {
+            if let Some(code) = codes.next() {
+                sums[code * NQ..(code + 1) * NQ].copy_from_slice(own);
+            }
+        };
+        for (plane, looks) in of.layout.planes.iter().zip(&all.planes) {
+            let mut at = 0;
+            while at < looks.len() {
+                match looks.len() - at {
+                    4.. if const { fits::<M, NQ>(4) } => {
+                        Self::looks::<M, NQ, 4>(m, &of, p, plane, &looks[at..]).iter().for_each(&mut put);
+                        at += 4;
+                    }
+                    2.. if const { fits::<M, NQ>(2) } => {
+                        Self::looks::<M, NQ, 2>(m, &of, p, plane, &looks[at..]).iter().for_each(&mut put);
+                        at += 2;
+                    }
+                    _ => {
+                        Self::looks::<M, NQ, 1>(m, &of, p, plane, &looks[at..]).iter().for_each(&mut put);
+                        at += 1;
+                    }
+                }
+            }
+        }
+        for split in &all.splits {
+            let own = Self::sum::<M, NQ, 1>(
+                m,
+                (of.codes, of.layout.bytes),
+                p,
+                #[inline(always)]
+                |block| [of.split(m, split, block)],
+            );
+            own.iter().for_each(&mut put);
+        }
+    }
+
+    /// F neighbouring fields of a plane.
+    #[inline(always)]
+    fn fields<M: Machine, const NQ: usize, const F: usize>(
+        m: M,
+        (codes, layout): (&[u8], &Lanes),
+        p: &[f32],
+        plane: &Plane,
+        at: usize,
+        sums: &mut [f32],
+    ) {
+        let masks = lane_masks::<F>(layout.masks(plane), at - plane.fields.start);
+        let own = Self::sum::<M, NQ, F>(
+            m,
+            (codes, layout.bytes),
+            p,
+            #[inline(always)]
+            |block| {
+                let bits = plane_of(m, plane, block);
+                let mut x = [m.splat(0.0); F];
+                for f in 0..F {
+                    x[f] = m.masked(bits, masks[f]);
+                }
+                x
+            },
+        );
+        for f in 0..F {
+            let (code, place) = (layout.code(at + f), layout.place(at + f));
+            for q in 0..NQ {
+                let to = &mut sums[code * NQ + q];
+                *to = own[f][q].mul_add(place, *to);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn codes<M: Machine, const NQ: usize>(m: M, (codes, layout): (&[u8], &Lanes), p: &[f32], sums: &mut [f32]) {
+        let rows = split::<NQ>(p, TILE);
+        let totals = rows.map(|p| p[..codes.len() / layout.bytes * LANES].iter().sum::<f32>());
+        for (bias, sums) in layout.biases().iter().zip(sums.as_chunks_mut::<NQ>().0) {
+            for q in 0..NQ {
+                sums[q] = bias * totals[q];
+            }
+        }
+        for plane in &layout.planes {
+            let mut at = plane.fields.start;
+            while at < plane.fields.end {
+                at += match plane.fields.end - at {
+                    4.. if const { fits::<M, NQ>(4) } => {
+                        Self::fields::<M, NQ, 4>(m, (codes, layout), p, plane, at, sums);
+                        4
+                    }
+                    2.. if const { fits::<M, NQ>(2) } => {
+                        Self::fields::<M, NQ, 2>(m, (codes, layout), p, plane, at, sums);
+                        2
+                    }
+                    _ => {
+                        Self::fields::<M, NQ, 1>(m, (codes, layout), p, plane, at, sums);
+                        1
+                    }
+                };
             }
         }
     }
@@ -432,20 +654,30 @@ impl Kernel for SumCoefficients<'_> {
 
     #[inline(always)]
     fn run<M: Machine>(self, m: M) {
-        with_count!(self.count, NQ => self.all::<M, NQ>(m))
+        let Self { of, p, count, sums } = self;
+        match of {
+            Coefficients::Codes { codes, layout } => {
+                with_count!(count, NQ => Self::codes::<M, NQ>(m, (codes, layout), p, sums));
+            }
+            Coefficients::LookedUp(of) => with_count!(count, NQ => Self::looked_up::<M, NQ>(m, of, p, sums)),
+        }
     }
 }
 
-/// Σ_t p_qt · level(code_tc) of every channel with bits, into `sums` `[width, count]`; the others are left as they are.
-pub(super) fn coefficient_sums(blocks: CoefficientBlocks<'_>, count: usize, sums: &mut [f32]) {
-    dispatch(SumCoefficients { blocks, count, sums });
+/// Σ_t p_qt · level(code_tc) of every code of up to a tile of blocks, into `sums` `[codes, count]`.
+///
+/// # Shapes
+/// `p`: `[count, TILE]`, 16 of each block, 0 where a block's token is not meant
+pub(super) fn coefficient_sums(of: Coefficients<'_>, p: &[f32], count: usize, sums: &mut [f32]) {
+    dispatch(SumCoefficients { of, p, count, sums });
 }
 
 /// One block whose tokens have ranges of their own.
 pub(super) struct TokenBlock<'a> {
     pub codes: &'a [u8],
     pub runs: &'a [Run],
-    pub levels: Levels<'a>,
+    /// What codes stand for; themselves if there is no table.
+    pub levels: Option<&'a [f32; 256]>,
     /// For each chunk 16 scales, and with `zeros` 16 zeros.
     pub ranges: &'a [f32],
     /// Channels of a chunk.
@@ -473,7 +705,7 @@ impl TokenBlock<'_> {
                     #[inline(always)]
                     |w| &w[from..to],
                 );
-                with_bits!(run.bits, B => match self.levels.of(run.bits) {
+                with_bits!(run.bits, B => match self.levels {
                     None => dot_rows::<M, B, NQ, false>(m, block, &NO_LEVELS, weights, &mut dots),
                     Some(levels) => dot_rows::<M, B, NQ, true>(m, block, levels, weights, &mut dots),
                 });
@@ -959,21 +1191,21 @@ fn exp_of_negative(x: f32) -> f32 {
 ///
 /// # Shapes
 /// - `scores`: `[count, TILE]`, of each row the first `tokens`, −∞ for hidden ones, at least one not
-/// - `max`, `sum`: `[count]`; `out`: `[count, width]`
+/// - `max`, `sum`: `[count]`; `outs`: `[count, width]` each
 pub(super) fn online_softmax(
     scores: &mut [f32],
     tokens: usize,
-    width: usize,
     max: &mut [f32],
     sum: &mut [f32],
-    out: &mut [f32],
+    outs: [&mut [f32]; 2],
 ) {
+    let [out, more] = outs;
     vectorized!(|scores: &'a mut [f32],
                  tokens: usize,
-                 width: usize,
                  max: &'a mut [f32],
                  sum: &'a mut [f32],
-                 out: &'a mut [f32]|
+                 out: &'a mut [f32],
+                 more: &'a mut [f32]|
      -> () {
         let whole = tokens / LANES * LANES;
         // Queries in turn for each step, as a step of one has to wait for the step before.
@@ -990,8 +1222,11 @@ pub(super) fn online_softmax(
             if largest > max[q] {
                 let shrink = exp_of_negative(max[q] - largest);
                 sum[q] *= shrink;
-                for x in &mut out[q * width..(q + 1) * width] {
-                    *x *= shrink;
+                for all in [&mut *out, &mut *more] {
+                    let width = all.len() / count;
+                    for x in &mut all[q * width..(q + 1) * width] {
+                        *x *= shrink;
+                    }
                 }
                 max[q] = largest;
             }
@@ -1011,6 +1246,15 @@ pub(super) fn online_softmax(
                 total += *x;
             }
             sum[q] += total;
+        }
+    })
+}
+
+/// `to` += factor · x.
+pub(super) fn add_scaled(x: &[f32], factor: f32, to: &mut [f32]) {
+    vectorized!(|x: &'a [f32], factor: f32, to: &'a mut [f32]| -> () {
+        for (to, x) in to.iter_mut().zip(x) {
+            *to += factor * x;
         }
     })
 }
@@ -1236,17 +1480,83 @@ mod tests {
                 }
             }
             same_everywhere(&format!("{bits} bits of {width}"), &start, &expected, |machine, scores| {
-                let block = TokenBlock {
-                    codes: &packed,
-                    runs: &rows.runs,
-                    levels: Levels::Codes,
-                    ranges: &ranges,
-                    channels,
-                    zeros,
-                };
+                let block =
+                    TokenBlock { codes: &packed, runs: &rows.runs, levels: None, ranges: &ranges, channels, zeros };
                 machine.run(TokenScores { block, weights: &weights, sums: &sums, count, scores });
             });
         }
+    }
+
+    /// What codes of 1, 2 and 3 bits stand for.
+    fn tables() -> Vec<[f32; 256]> {
+        (1..=3).map(|salt| std::array::from_fn(|i| ((i * 37 + salt * 11) % 19) as f32 / 9.0 - 1.0)).collect()
+    }
+
+    #[test]
+    fn codes_that_are_looked_up_are_scored_and_summed_by_the_definition_on_every_machine() {
+        // Planes of every width, and codes that two of them share.
+        for bits in [
+            vec![3; 64],
+            vec![2; 16],
+            vec![1; 7],
+            vec![3; 7],
+            [vec![3; 5], vec![2; 9], vec![1; 14]].concat(),
+            [vec![3; 1], vec![1; 1]].concat(),
+            [vec![1; 2], vec![3; 11], vec![2; 5]].concat(),
+        ] {
+            let (layout, n, tokens) = (Lanes::new(&bits), bits.len(), 6 * LANES);
+            let all: Vec<u8> = (0..tokens * n).map(|i| codes(i + 1, bits[i % n], 5)[i]).collect();
+            let packed = in_lanes(&all, &layout);
+            let levels = tables();
+            let tables = layout.tables(&levels);
+            let level = |t: usize, c: usize| f64::from(levels[bits[c] as usize - 1][usize::from(all[t * n + c])]);
+            for count in [1, 2, 3, 4] {
+                let what = format!("{bits:?}, {count}");
+                let codes = || LookedUp { codes: &packed, layout: &layout, tables: &tables };
+                let (weights, start) = (noise(count * n, 3), noise(count * TILE, 4));
+                let mut expected: Vec<f64> = start.iter().map(|x| f64::from(*x)).collect();
+                for (q, t) in (0..count).flat_map(|q| (0..tokens).map(move |t| (q, t))) {
+                    expected[q * TILE + t] += (0..n).map(|c| f64::from(weights[q * n + c]) * level(t, c)).sum::<f64>();
+                }
+                let ordered: Vec<f32> = (0..count)
+                    .flat_map(|q| layout.looks.codes.iter().map(move |c| (q, c)))
+                    .map(|(q, c)| weights[q * n + c])
+                    .collect();
+                same_everywhere(&what, &start, &expected, |machine, scores| {
+                    machine.run(LookedUpScores { codes: codes(), weights: &ordered, count, scores });
+                });
+                let p = noise(count * TILE, 6);
+                let sum = |f: &dyn Fn(usize, usize) -> f64, q: usize, c: usize| -> f64 {
+                    (0..tokens).map(|t| f64::from(p[q * TILE + t]) * f(t, c)).sum()
+                };
+                let sums = |f: &dyn Fn(usize, usize) -> f64| -> Vec<f64> {
+                    (0..n * count).map(|i| sum(f, i % count, i / count)).collect()
+                };
+                let zeros = vec![0.0; n * count];
+                same_everywhere(&what, &zeros, &sums(&level), |machine, sums| {
+                    machine.run(SumCoefficients { of: Coefficients::LookedUp(codes()), p: &p, count, sums });
+                });
+                let own = sums(&|t, c| f64::from(all[t * n + c]));
+                same_everywhere(&what, &zeros, &own, |machine, sums| {
+                    let of = Coefficients::Codes { codes: &packed, layout: &layout };
+                    machine.run(SumCoefficients { of, p: &p, count, sums });
+                });
+            }
+        }
+    }
+
+    #[test]
+    fn sums_of_codes_of_any_width_are_those_of_the_definition_on_every_machine() {
+        let bits = [vec![8; 3], vec![7; 2], vec![5; 6], vec![4; 9], vec![1; 3]].concat();
+        let (layout, n, tokens, count) = (Lanes::new(&bits), bits.len(), 3 * LANES, 3);
+        let all: Vec<u8> = (0..tokens * n).map(|i| codes(i + 1, bits[i % n], 2)[i]).collect();
+        let (packed, p) = (in_lanes(&all, &layout), noise(count * TILE, 6));
+        let product = |i: usize, t: usize| f64::from(p[i % count * TILE + t]) * f64::from(all[t * n + i / count]);
+        let expected: Vec<f64> = (0..n * count).map(|i| (0..tokens).map(|t| product(i, t)).sum()).collect();
+        same_everywhere("all widths", &vec![0.0; n * count], &expected, |machine, sums| {
+            let of = Coefficients::Codes { codes: &packed, layout: &layout };
+            machine.run(SumCoefficients { of, p: &p, count, sums });
+        });
     }
 
     #[test]
@@ -1343,16 +1653,18 @@ mod tests {
         let scores: Vec<f32> = noise(COUNT * TILE, 5).iter().map(|x| x * 30.0).collect();
         let value = noise(TILE, 6);
         let (mut max, mut sum, mut out) = ([f32::NEG_INFINITY; COUNT], [0.0; COUNT], [0.0; COUNT * WIDTH]);
+        let mut more = [0.0; COUNT];
         for tile in [0..5, 5..90, 90..TILE] {
             let mut p = vec![f32::NAN; COUNT * TILE];
             for q in 0..COUNT {
                 p[q * TILE..][..tile.len()].copy_from_slice(&scores[q * TILE..][tile.clone()]);
             }
-            online_softmax(&mut p, tile.len(), WIDTH, &mut max, &mut sum, &mut out);
+            online_softmax(&mut p, tile.len(), &mut max, &mut sum, [&mut out, &mut more]);
             for q in 0..COUNT {
                 let read: f32 = p[q * TILE..].iter().zip(&value[tile.clone()]).map(|(p, v)| p * v).sum();
                 out[q * WIDTH] += read;
                 out[q * WIDTH + 1] -= read;
+                more[q] += read;
             }
         }
         for q in 0..COUNT {
@@ -1363,6 +1675,7 @@ mod tests {
             assert!((f64::from(sum[q]) / total - 1.0).abs() < 1e-6);
             assert!((f64::from(out[q * WIDTH] / sum[q]) - mean).abs() < 1e-6);
             assert!((f64::from(out[q * WIDTH + 1] / sum[q]) + mean).abs() < 1e-6);
+            assert!((f64::from(more[q] / sum[q]) - mean).abs() < 1e-6);
         }
     }
 

@@ -1,8 +1,8 @@
 //! Coded keys of one layer: base or side codes, in blocks of 16 tokens.
 //!
 //! A vector loop scores 16 tokens at a time, channel by channel of the query. Where tokens share a channel's range, codes lie in lanes
-//! ([`super::lanes`]), and scales are folded into the query once per group; where tokens have ranges of their own, a channel's 16 codes
-//! are one row ([`super::rows`]).
+//! ([`super::lanes`]), and scales are folded into the query once per group; so do codes that are looked up in a table for each head. Where
+//! tokens have ranges of their own, a channel's 16 codes are one row ([`super::rows`]).
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,12 +10,13 @@ use std::sync::Arc;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use super::cube::{Packing, Pages};
 use super::file::Part;
-use super::kernels::{self, Levels, MOST_QUERIES, TILE};
+use super::kernels::{self, LookedUp, MOST_QUERIES, TILE};
 use super::lanes::Lanes;
 use super::paged::Paged;
 use super::prefetch::prefetch;
 use super::reals::{DenseType, Reals};
 use super::rows::{LANES, get, put, row_bytes};
+use super::simd::Lane;
 
 /// Blocks of a tile.
 const TILE_BLOCKS: usize = TILE / LANES;
@@ -66,9 +67,9 @@ impl Rows {
 /// How a head's block of 16 tokens is laid out.
 #[derive(Debug, Clone, PartialEq)]
 enum Layout {
-    /// Row by row: codes that are looked up in a table, or whose ranges are those of tokens.
+    /// Row by row: codes whose ranges are those of tokens.
     Rows(Rows),
-    /// A lane for each token: codes that stand for themselves, with ranges that tokens share.
+    /// A lane for each token: codes with ranges that tokens share.
     Lanes {
         lanes: Lanes,
         /// The channel of each code of a lane.
@@ -90,12 +91,6 @@ impl Layout {
             Layout::Rows(rows) => rows.runs.iter().flat_map(|run| run.channels.clone()).collect(),
             Layout::Lanes { channels, .. } => channels.clone(),
         }
-    }
-
-    /// Bits of a channel in rows; a table is looked up in nothing else.
-    fn bits(&self, channel: usize) -> u32 {
-        let Layout::Rows(rows) = self else { return 1 };
-        rows.runs.iter().find(|run| run.channels.contains(&channel)).map_or(1, |run| run.bits)
     }
 
     fn bytes(&self) -> usize {
@@ -121,12 +116,12 @@ impl Layout {
         }
     }
 
-    /// Calls `f` with each stored channel of a token and its code.
-    fn each(&self, block: &[u8], lane: usize, mut f: impl FnMut(usize, u8)) {
+    /// Calls `f` with each stored channel of a token, its bits and its code.
+    fn each(&self, block: &[u8], lane: usize, mut f: impl FnMut(usize, u32, u8)) {
         match self {
-            Layout::Rows(rows) => rows.each().for_each(|(bits, c, at)| f(c, get(&block[at], bits, LANES, lane))),
+            Layout::Rows(rows) => rows.each().for_each(|(bits, c, at)| f(c, bits, get(&block[at], bits, LANES, lane))),
             Layout::Lanes { lanes, channels } => {
-                channels.iter().enumerate().for_each(|(code, c)| f(*c, lanes.get(block, lane, code)));
+                channels.iter().enumerate().for_each(|(code, c)| f(*c, lanes.bits(code), lanes.get(block, lane, code)));
             }
         }
     }
@@ -156,16 +151,17 @@ pub(super) enum Tables {
     None,
     /// Of all codes.
     Same(Arc<[f32; 256]>),
-    /// By head and bits − 1.
+    /// By head and bits − 1, of codes of at most [`LOOKED_UP`](super::lanes::LOOKED_UP) bits.
     ByHead(Arc<[Vec<[f32; 256]>]>),
 }
 
 impl Tables {
-    fn of(&self, head: usize) -> Levels<'_> {
+    /// What codes of so many bits stand for.
+    fn of(&self, head: usize, bits: u32) -> Option<&[f32; 256]> {
         match self {
-            Tables::None => Levels::Codes,
-            Tables::Same(table) => Levels::Same(table),
-            Tables::ByHead(tables) => Levels::ByBits(&tables[head]),
+            Tables::None => None,
+            Tables::Same(table) => Some(table),
+            Tables::ByHead(tables) => tables[head].get(bits as usize - 1),
         }
     }
 }
@@ -178,6 +174,8 @@ pub(super) struct KeyCodes {
     width: usize,
     layouts: Vec<Layout>,
     levels: Tables,
+    /// Tables of each head as its lanes look codes up; none where they do not.
+    looked_up: Vec<Vec<Lane>>,
     codes: Paged<u8>,
     ranges: Ranges,
     len: usize,
@@ -191,7 +189,8 @@ pub(super) struct Queries {
     pub count: usize,
     /// Weights of the channels that have bits: `[count, codes]`.
     stored: Vec<f32>,
-    /// What a field's bits count for, where they lie: `[count, fields]`.
+    /// What a field's bits count for, where they lie: `[count, fields]`. Of codes that are looked up, weights times scales, in the order
+    /// of [`Looks::codes`](super::lanes::Looks::codes).
     fields: Vec<f32>,
 }
 
@@ -239,20 +238,21 @@ impl KeyCodes {
     /// # Shapes
     /// - `bits`: `[heads][width]`
     pub fn new(width: usize, bits: &[Vec<u32>], ranges: Ranges, levels: Tables) -> Self {
-        let in_lanes = matches!(levels, Tables::None) && !matches!(ranges, Ranges::Token { .. });
-        Self::laid_out(width, bits, ranges, levels, in_lanes)
-    }
-
-    /// The same in rows, as [`KeyCodes::add_sums`] reads them.
-    pub fn in_rows(width: usize, bits: &[Vec<u32>], ranges: Ranges, levels: Tables) -> Self {
-        Self::laid_out(width, bits, ranges, levels, false)
-    }
-
-    fn laid_out(width: usize, bits: &[Vec<u32>], ranges: Ranges, levels: Tables, in_lanes: bool) -> Self {
-        let layout = |bits: &Vec<u32>| if in_lanes { Layout::lanes(bits) } else { Layout::Rows(Rows::new(bits)) };
+        let layout = |bits: &Vec<u32>| match ranges {
+            Ranges::Token { .. } => Layout::Rows(Rows::new(bits)),
+            Ranges::Group { .. } | Ranges::Fixed { .. } => Layout::lanes(bits),
+        };
         let layouts: Vec<Layout> = bits.iter().map(layout).collect();
         let codes = Paged::new(layouts.iter().map(Layout::bytes).collect(), TILE_BLOCKS);
-        Self { heads: bits.len(), width, layouts, levels, codes, ranges, len: 0 }
+        let tables = |(layout, levels): (&Layout, &Vec<[f32; 256]>)| match layout {
+            Layout::Rows(_) => Vec::new(),
+            Layout::Lanes { lanes, .. } => lanes.tables(levels),
+        };
+        let looked_up = match &levels {
+            Tables::None | Tables::Same(_) => Vec::new(),
+            Tables::ByHead(levels) => layouts.iter().zip(levels.iter()).map(tables).collect(),
+        };
+        Self { heads: bits.len(), width, layouts, levels, looked_up, codes, ranges, len: 0 }
     }
 
     /// Tokens.
@@ -358,14 +358,9 @@ impl KeyCodes {
         out.fill(0.0);
         let block = self.codes.record(head, token / LANES);
         let ranges = self.ranges_of(head, token);
-        let tables = self.levels.of(head);
-        let layout = &self.layouts[head];
-        let levels = |channel: usize, code: u8| {
-            let table = tables.of(layout.bits(channel));
-            table.map_or(f32::from(code), |table| table[usize::from(code)])
-        };
-        self.layouts[head].each(block, token % LANES, |channel, code| {
-            let level = levels(channel, code);
+        self.layouts[head].each(block, token % LANES, |channel, bits, code| {
+            let table = self.levels.of(head, bits);
+            let level = table.map_or(f32::from(code), |table| table[usize::from(code)]);
             let [scale, zero] = ranges[channel];
             out[channel] = level * scale + zero;
         });
@@ -407,11 +402,11 @@ impl KeyCodes {
         self.layouts[head].bytes() > 0
     }
 
-    /// Coefficients of a head that have bits, to which queries are turned.
+    /// Coefficients of a head up to the last that has bits, to which queries are turned.
     pub fn stored(&self, head: usize) -> usize {
         match &self.layouts[head] {
             Layout::Rows(_) => self.width,
-            Layout::Lanes { channels, .. } => channels.len(),
+            Layout::Lanes { channels, .. } => channels.last().map_or(0, |last| last + 1),
         }
     }
 
@@ -421,16 +416,15 @@ impl KeyCodes {
         queries.fields.clear();
         // Queries may stop at the last channel that has bits.
         let width = queries.weights.len() / queries.count;
-        let (lanes, channels) = match (&self.layouts[head], &self.ranges) {
-            (Layout::Lanes { lanes, channels }, _) => (lanes, channels),
-            (Layout::Rows(_), Ranges::Fixed { scale, .. }) => {
-                let scale = &scale[head * self.width..(head + 1) * self.width];
-                let scaled = queries.weights.chunks(width.max(1)).flat_map(|w| w.iter().zip(scale).map(|(w, s)| w * s));
-                queries.stored.extend(scaled);
-                return;
+        let Layout::Lanes { lanes, channels } = &self.layouts[head] else { return };
+        if let (Ranges::Fixed { scale, .. }, false) = (&self.ranges, self.looked_up.is_empty()) {
+            let scale = &scale[head * self.width..(head + 1) * self.width];
+            for weights in queries.weights.chunks(width.max(1)) {
+                let channels = lanes.looks.codes.iter().map(|code| channels[*code]);
+                queries.fields.extend(channels.map(|c| weights[c] * scale[c]));
             }
-            (Layout::Rows(_), _) => return,
-        };
+            return;
+        }
         for weights in queries.weights.chunks(width.max(1)) {
             queries.stored.extend(channels.iter().map(|c| weights[*c]));
             let field = |f: usize| weights[channels[lanes.code(f)]] * lanes.place(f);
@@ -451,10 +445,10 @@ impl KeyCodes {
         }
     }
 
-    /// Tokens that share a range of each channel; `None` where tokens have ranges of their own, and of rows.
+    /// Tokens that share a range of each channel; `None` where tokens have ranges of their own, or codes are looked up.
     fn shared_by(&self) -> Option<usize> {
         match &self.ranges {
-            Ranges::Fixed { .. } if !matches!(self.levels, Tables::None) => None,
+            Ranges::Fixed { .. } if !self.looked_up.is_empty() => None,
             Ranges::Fixed { .. } => Some(usize::MAX),
             Ranges::Group { group, .. } => Some(*group),
             Ranges::Token { .. } => None,
@@ -476,8 +470,7 @@ impl KeyCodes {
         }
     }
 
-    /// Adds Σ_t p_qt · ŷ_t of some tokens of a tile to `sums` `[count, width]`, for codes in rows whose ranges are fixed or those of
-    /// groups; `p` is `[count, TILE]` from the first token on.
+    /// Adds Σ_t p_qt · ŷ_t of some tokens of a tile to `sums`, in rows of at least `width` numbers for each query, for codes whose ranges are fixed or those of groups; `p` is `[count, TILE]` from the first token on.
     pub fn add_sums(
         &self,
         head: usize,
@@ -487,11 +480,12 @@ impl KeyCodes {
         buffers: &mut CoefficientBuffers,
         sums: &mut [f32],
     ) {
-        let Layout::Rows(rows) = &self.layouts[head] else { unreachable!("sums are made of rows") };
-        if rows.bytes == 0 {
+        let Layout::Lanes { lanes, channels } = &self.layouts[head] else { unreachable!("sums are made of lanes") };
+        if channels.is_empty() {
             return;
         }
         let CoefficientBuffers { aligned, dots, record } = buffers;
+        let stride = sums.len() / count;
         aligned.resize(MOST_QUERIES * TILE, 0.0);
         dots.resize(MOST_QUERIES * self.width, 0.0);
         // Tokens at a time that share ranges, and whose blocks lie in one page.
@@ -514,11 +508,11 @@ impl KeyCodes {
                 *total = own.iter().sum();
             }
             let codes = self.codes.run(head, blocks);
-            let levels = self.levels.of(head);
-            let blocks = kernels::CoefficientBlocks { codes, bytes: rows.bytes, runs: &rows.runs, levels, p: aligned };
-            kernels::coefficient_sums(blocks, count, dots);
-            let channels = rows.runs.iter().flat_map(|run| run.channels.clone());
-            let stored: usize = rows.runs.iter().map(|run| run.channels.len()).sum();
+            let of = match self.looked_up.get(head) {
+                None => kernels::Coefficients::Codes { codes, layout: lanes },
+                Some(tables) => kernels::Coefficients::LookedUp(LookedUp { codes, layout: lanes, tables }),
+            };
+            kernels::coefficient_sums(of, aligned, count, &mut dots[..channels.len() * count]);
             let (scale, zero): (&[f32], &[f32]) = match &self.ranges {
                 Ranges::Fixed { scale, zero } => {
                     let own = head * self.width..(head + 1) * self.width;
@@ -526,16 +520,15 @@ impl KeyCodes {
                 }
                 Ranges::Group { group, values } => {
                     let index = part.start / group;
-                    values.run(head, index..index + 1, record).split_at(stored)
+                    values.run(head, index..index + 1, record).split_at(channels.len())
                 }
                 Ranges::Token { .. } => unreachable!("tokens of transformed values have no ranges of their own"),
             };
             let fixed = matches!(self.ranges, Ranges::Fixed { .. });
-            for (i, channel) in channels.enumerate() {
-                let at = if fixed { channel } else { i };
-                for q in 0..count {
-                    let sum = &mut sums[q * self.width + channel];
-                    *sum += scale[at].mul_add(dots[channel * count + q], zero[at] * totals[q]);
+            for (code, (&channel, dots)) in channels.iter().zip(dots.chunks(count)).enumerate() {
+                let at = if fixed { channel } else { code };
+                for (q, (dot, total)) in dots.iter().zip(totals).enumerate() {
+                    sums[q * stride + channel] += scale[at].mul_add(*dot, zero[at] * total);
                 }
             }
             at = part.end;
@@ -634,32 +627,29 @@ fn score_groups(
 
 impl Scored<'_> {
     /// Scores of codes that are looked up, with scales that [`KeyCodes::prepare`] has put into the queries.
-    fn add_looked_up(&self, rows: &Rows, blocks: Range<usize>, scores: &mut [f32]) {
+    fn add_looked_up(&self, blocks: Range<usize>, scores: &mut [f32]) {
         let Scored { codes, head, queries } = *self;
-        if rows.bytes == 0 {
-            return;
-        }
-        for (local, block) in codes.codes.run(head, blocks).chunks(rows.bytes).enumerate() {
-            let block = kernels::TokenBlock {
-                codes: block,
-                runs: &rows.runs,
-                levels: codes.levels.of(head),
-                ranges: &[1.0; LANES],
-                channels: codes.width,
-                zeros: false,
-            };
-            kernels::token_scores(block, &queries.stored, &[], queries.count, &mut scores[local * LANES..]);
+        let (Layout::Lanes { lanes: layout, .. }, Some(tables)) = (&codes.layouts[head], codes.looked_up.get(head))
+        else {
+            unreachable!("codes that are looked up lie in lanes")
+        };
+        if layout.bytes > 0 {
+            let codes = LookedUp { codes: codes.codes.run(head, blocks), layout, tables };
+            kernels::looked_up_scores(codes, &queries.fields, queries.count, scores);
         }
     }
 
     /// Scores of codes whose ranges are those of tokens.
     fn add_by_token(&self, blocks: Range<usize>, folded: &mut Folded, scores: &mut [f32]) {
         let Scored { codes: KeyCodes { width, levels, .. }, head, queries } = *self;
-        let Layout::Rows(rows) = &self.codes.layouts[head] else { unreachable!("ranges of tokens come with rows") };
-        let (channels, zeros, values) = match &self.codes.ranges {
-            Ranges::Token { channels, zeros, values } => (channels, zeros, values),
-            Ranges::Fixed { .. } => return self.add_looked_up(rows, blocks, scores),
-            Ranges::Group { .. } => unreachable!("ranges of groups come with lanes"),
+        let (Layout::Rows(rows), Ranges::Token { channels, zeros, values }) =
+            (&self.codes.layouts[head], &self.codes.ranges)
+        else {
+            return self.add_looked_up(blocks, scores);
+        };
+        let levels = match levels {
+            Tables::Same(table) => Some(table.as_ref()),
+            Tables::None | Tables::ByHead(_) => None,
         };
         folded.sum_chunks(queries, *channels);
         let ranges = values.run(head, blocks.clone(), &mut folded.parts[0].record);
@@ -669,7 +659,7 @@ impl Scored<'_> {
             let block = kernels::TokenBlock {
                 codes,
                 runs: &rows.runs,
-                levels: levels.of(head),
+                levels,
                 ranges: &ranges[local * chunks * stride..][..chunks * stride],
                 channels: *channels,
                 zeros: *zeros,
@@ -747,7 +737,7 @@ impl Pages for KeyCodes {
         let relaid = |block: &[u8]| {
             let mut to = vec![0; rows.bytes];
             for lane in 0..LANES {
-                self.layouts[head].each(block, lane, |channel, code| {
+                self.layouts[head].each(block, lane, |channel, _, code| {
                     let row = row_bytes(rows.runs[0].bits, LANES);
                     put(&mut to[channel * row..(channel + 1) * row], rows.runs[0].bits, LANES, lane, code);
                 });

@@ -72,10 +72,88 @@ impl Column {
     }
 }
 
+/// A code that lies in one plane as a whole, to be looked up in a table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Look {
+    /// Where its bits begin in the plane's.
+    pub shift: u32,
+    /// Which of the tables: [`Lanes::tables`].
+    pub table: usize,
+}
+
+/// A code of which each plane has a part only.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Split {
+    pub parts: Vec<SplitPart>,
+    /// Which of the tables: [`Lanes::tables`].
+    pub table: usize,
+}
+
+/// Some bits of a code.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct SplitPart {
+    /// Index of the plane.
+    pub plane: usize,
+    /// Where they begin in the plane's bits, and in the code's.
+    pub shift: u32,
+    pub low: u32,
+    /// As many bits as there are, from the lowest on.
+    pub mask: u32,
+}
+
+/// How the codes of a lane are looked up, those of at most [`LOOKED_UP`] bits.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub(super) struct Looks {
+    /// Of each plane.
+    pub planes: Vec<Vec<Look>>,
+    pub splits: Vec<Split>,
+    /// The code of each look, plane by plane, then of each split one.
+    pub codes: Vec<usize>,
+    /// Bits of the codes that a table is for, and which of them are stored flipped.
+    tables: Vec<(u32, u8)>,
+}
+
+/// Most bits of codes that are looked up in lanes: a table lies in one register of eight.
+pub(super) const LOOKED_UP: u32 = 3;
+
+impl Looks {
+    fn new(planes: &[Plane], fields: &[Field], of_code: &[std::ops::Range<usize>]) -> Self {
+        let mut looks = Self { planes: vec![Vec::new(); planes.len()], ..Self::default() };
+        let bits = |code: usize| fields[of_code[code].clone()].iter().map(|f| f.bits).sum::<u32>();
+        let flips =
+            |code: usize| fields[of_code[code].clone()].iter().fold(0, |all, f| all | (f.flip() << f.low) as u8);
+        let mut table = |code: usize| {
+            let own = (bits(code), flips(code));
+            looks.tables.iter().position(|t| *t == own).unwrap_or_else(|| {
+                looks.tables.push(own);
+                looks.tables.len() - 1
+            })
+        };
+        for (plane, to) in planes.iter().zip(&mut looks.planes) {
+            for field in fields[plane.fields.clone()].iter().filter(|f| of_code[f.code].len() == 1) {
+                to.push(Look { shift: field.shift, table: table(field.code) });
+                looks.codes.push(field.code);
+            }
+        }
+        for (code, own) in of_code.iter().enumerate().filter(|(_, own)| own.len() > 1) {
+            let part = |at: usize| SplitPart {
+                plane: planes.iter().take_while(|p| p.fields.end <= at).count(),
+                shift: fields[at].shift,
+                low: fields[at].low,
+                mask: (1 << fields[at].bits) - 1,
+            };
+            looks.splits.push(Split { parts: own.clone().map(part).collect(), table: table(code) });
+            looks.codes.push(code);
+        }
+        looks
+    }
+}
+
 /// How the codes of a lane are laid out.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Lanes {
     pub planes: Vec<Plane>,
+    pub looks: Looks,
     fields: Vec<Field>,
     masks: Vec<u32>,
     biases: Vec<f32>,
@@ -139,7 +217,11 @@ impl Lanes {
         for field in fields.iter().filter(|f| f.flipped()) {
             biases[field.code] = ((field.low + field.bits - 1) as f32).exp2();
         }
-        Self { planes, fields, masks, biases, of_code, bytes: start }
+        let looks = match bits.iter().all(|bits| *bits <= LOOKED_UP) {
+            true => Looks::new(&planes, &fields, &of_code),
+            false => Looks::default(),
+        };
+        Self { planes, looks, fields, masks, biases, of_code, bytes: start }
     }
 
     /// Codes of a lane.
@@ -176,6 +258,19 @@ impl Lanes {
     /// What the fields of each code come out too small by, in all.
     pub fn biases(&self) -> &[f32] {
         &self.biases
+    }
+
+    /// Bits of a code.
+    pub fn bits(&self, code: usize) -> u32 {
+        self.fields[self.of_code[code].clone()].iter().map(|f| f.bits).sum()
+    }
+
+    /// What the tables of [`Looks`] hold, given what codes of 1, 2, … bits stand for: by the lowest bits of an index, over and over.
+    pub fn tables(&self, levels: &[[f32; 256]]) -> Vec<[f32; LANES]> {
+        let table = |&(bits, flips): &(u32, u8)| {
+            std::array::from_fn(|i| levels[bits as usize - 1][(i & ((1 << bits) - 1)) ^ usize::from(flips)])
+        };
+        self.looks.tables.iter().map(table).collect()
     }
 
     /// Writes one code over whatever was there.

@@ -55,7 +55,7 @@ struct Coefficients {
 
 impl Coefficients {
     fn new(quantizer: &BaseQuantizer) -> Self {
-        let (codes, ranged) = transformed_codes(quantizer, true);
+        let (codes, ranged) = transformed_codes(quantizer);
         let side = quantizer.query_side().expect("values are transformed");
         let mean = quantizer.offset().expect("transformed values have a mean");
         Self { codes, ranged, synthesis: host(side.swap_dims(1, 2)), mean: host(mean) }
@@ -69,31 +69,31 @@ impl Coefficients {
         std::iter::once(&mut self.codes).chain(&mut self.ranged)
     }
 
-    /// Adds Σ_t p_qt · v̂_t of some tokens of a tile to `out` `[count, head_dim]`.
-    fn add_values(
+    /// Adds Σ_t p_qt · ŷ_t and Σ_t p_qt of some tokens of a tile to `sums` `[count, head_dim + 1]`.
+    fn add_sums(
         &self,
         head: usize,
         tokens: Range<usize>,
         p: &[f32],
         count: usize,
-        buffers: &mut Buffers,
-        out: &mut [f32],
+        buffers: &mut CoefficientBuffers,
+        sums: &mut [f32],
     ) {
         let d = self.codes.width();
-        let Buffers { coefficients, sums, turned, .. } = buffers;
-        sums.clear();
-        sums.resize(count * d, 0.0);
-        turned.resize(d, 0.0);
         for codes in self.all() {
-            codes.add_sums(head, tokens.clone(), p, count, coefficients, sums);
+            codes.add_sums(head, tokens.clone(), p, count, buffers, sums);
         }
-        let (synthesis, mean) = (&self.synthesis[head * d * d..][..d * d], &self.mean[head * d..][..d]);
-        for (q, (out, sums)) in out.chunks_mut(d).zip(sums.chunks(d)).enumerate() {
-            let total: f32 = p[q * TILE..][..tokens.len()].iter().sum();
-            kernels::matrix_vector(synthesis, sums, turned);
-            for (out, (x, mean)) in out.iter_mut().zip(turned.iter().zip(mean)) {
-                *out += mean.mul_add(total, *x);
-            }
+        for (p, sums) in p.chunks(TILE).zip(sums.chunks_exact_mut(d + 1)) {
+            sums[d] += p[..tokens.len()].iter().sum::<f32>();
+        }
+    }
+
+    /// Adds Σ_t p_t · v̂_t to `out`, given what [`Coefficients::add_sums`] adds up: `[head_dim + 1]`.
+    fn add_values(&self, head: usize, sums: &[f32], turned: &mut [f32], out: &mut [f32]) {
+        let d = self.codes.width();
+        kernels::matrix_vector(&self.synthesis[head * d * d..][..d * d], &sums[..d], turned);
+        for (out, (x, mean)) in out.iter_mut().zip(turned.iter().zip(&self.mean[head * d..])) {
+            *out += mean.mul_add(sums[d], *x);
         }
     }
 
@@ -111,18 +111,15 @@ impl Coefficients {
 }
 
 /// Room for the coefficients of a transform: all, or those without stored ranges and those with.
-fn transformed_codes(quantizer: &BaseQuantizer, in_rows: bool) -> (KeyCodes, Option<KeyCodes>) {
+fn transformed_codes(quantizer: &BaseQuantizer) -> (KeyCodes, Option<KeyCodes>) {
     let base = quantizer.scheme();
     let Packed { bits: [fixed, ranged], fixed: (scale, zero), levels } =
         quantizer.packed().expect("the quantizer transforms");
     let width = fixed[0].len();
-    let make = |bits: &[Vec<u32>], ranges: Ranges, levels: Tables| match in_rows {
-        true => KeyCodes::in_rows(width, bits, ranges, levels),
-        false => KeyCodes::new(width, bits, ranges, levels),
-    };
     let any = |bits: &[Vec<u32>]| bits.iter().flatten().any(|b| *b > 0);
-    let of_groups =
-        |bits: &[Vec<u32>]| make(bits, group_ranges(base.meta.into(), bits, base.flush.group), Tables::None);
+    let of_groups = |bits: &[Vec<u32>]| {
+        KeyCodes::new(width, bits, group_ranges(base.meta.into(), bits, base.flush.group), Tables::None)
+    };
     if base.ranges == RangeSource::Group {
         return (of_groups(&ranged), None);
     }
@@ -135,7 +132,7 @@ fn transformed_codes(quantizer: &BaseQuantizer, in_rows: bool) -> (KeyCodes, Opt
         None => Tables::None,
         Some(levels) => Tables::ByHead(levels.iter().map(|of_head| of_head.iter().map(table).collect()).collect()),
     };
-    (make(&fixed, Ranges::Fixed { scale, zero }, tables), any(&ranged).then(|| of_groups(&ranged)))
+    (KeyCodes::new(width, &fixed, Ranges::Fixed { scale, zero }, tables), any(&ranged).then(|| of_groups(&ranged)))
 }
 
 /// The packed cache of one layer.
@@ -185,9 +182,12 @@ struct QueryGroup {
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
     groups: Vec<QueryGroup>,
-    /// For each group and piece of work: m of each query, Σp of each, Σp·v of each.
+    /// For each group and piece of work a [`Piece`].
     partial: Vec<f32>,
     shifted: Vec<f32>,
+    /// Sums of coefficients, and one query's values that they stand for.
+    sums: Vec<f32>,
+    turned: Vec<f32>,
 }
 
 /// Buffers of one thread.
@@ -196,9 +196,65 @@ struct Buffers {
     folded: Folded,
     values: ValueBuffers,
     coefficients: CoefficientBuffers,
-    /// Sums of coefficients, and one query's values that they stand for.
-    sums: Vec<f32>,
-    turned: Vec<f32>,
+}
+
+/// What a piece of work comes to for a group of queries, in numbers one after the other: m of each query, Σp of each, Σp·v of each, and of
+/// transformed values Σp·ŷ and Σp of those in codes.
+#[derive(Debug, Clone, Copy)]
+struct Piece {
+    /// Numbers of a query's values, and of its coefficients.
+    values: usize,
+    coefficients: usize,
+}
+
+impl Piece {
+    /// Numbers of one.
+    fn len(self) -> usize {
+        MOST_QUERIES * (2 + self.values + self.coefficients)
+    }
+
+    /// Nothing yet.
+    fn clear(self, piece: &mut [f32]) {
+        piece[..MOST_QUERIES].fill(f32::NEG_INFINITY);
+        piece[MOST_QUERIES..].fill(0.0);
+    }
+
+    /// m, Σp, Σp·v and coefficients of `count` queries.
+    fn split(self, piece: &mut [f32], count: usize) -> [&mut [f32]; 4] {
+        let (max, rest) = piece.split_at_mut(MOST_QUERIES);
+        let (sum, rest) = rest.split_at_mut(MOST_QUERIES);
+        let (values, coefficients) = rest.split_at_mut(MOST_QUERIES * self.values);
+        [
+            &mut max[..count],
+            &mut sum[..count],
+            &mut values[..count * self.values],
+            &mut coefficients[..count * self.coefficients],
+        ]
+    }
+
+    /// Σp·v / Σp of query q over several pieces, and as much of its coefficients; returns the largest score and Σp relative to it.
+    fn combine<'a>(
+        self,
+        pieces: impl Iterator<Item = &'a [f32]> + Clone,
+        q: usize,
+        out: &mut [f32],
+        coefficients: &mut [f32],
+    ) -> (f32, f32) {
+        let max = pieces.clone().map(|p| p[q]).fold(f32::NEG_INFINITY, f32::max);
+        let mut sum = 0.0;
+        out.fill(0.0);
+        coefficients.fill(0.0);
+        for piece in pieces.filter(|p| p[MOST_QUERIES + q] > 0.0) {
+            let share = (piece[q] - max).exp();
+            sum += share * piece[MOST_QUERIES + q];
+            let at = 2 * MOST_QUERIES;
+            kernels::add_scaled(&piece[at + q * self.values..][..self.values], share, out);
+            let at = at + MOST_QUERIES * self.values;
+            kernels::add_scaled(&piece[at + q * self.coefficients..][..self.coefficients], share, coefficients);
+        }
+        out.iter_mut().chain(coefficients).for_each(|x| *x /= sum);
+        (max, sum)
+    }
 }
 
 thread_local! {
@@ -216,7 +272,7 @@ impl PackedLayer {
         let codes_of_keys = |key: KeyScheme| {
             let base = &key.base;
             if base.quantizer == Quantizer::Klt {
-                return transformed_codes(module.base.as_ref().expect("coded keys have a base quantizer"), false);
+                return transformed_codes(module.base.as_ref().expect("coded keys have a base quantizer"));
             }
             let meta = base.meta.into();
             let channels = base.channels.unwrap_or(head_dim);
@@ -271,7 +327,8 @@ impl PackedLayer {
             let channels = value.channels.unwrap_or(head_dim);
             ValueCodes::new(kv_heads, head_dim, channels, widths, value.meta.into())
         });
-        let turns = key_codes.as_ref().and_then(|codes| query_turns(&module, codes, shape));
+        let stored = |head: usize| key_codes.iter().chain(&key_ranged).map(|codes| codes.stored(head)).max();
+        let turns = query_turns(&module, &|head| stored(head).unwrap_or_default(), shape);
         let offset = module.base.as_ref().and_then(|base| base.offset()).map(host);
         Self {
             keys: Stream::new(module.key_flush(), kind, kv_heads, head_dim),
@@ -509,8 +566,11 @@ impl PackedLayer {
         let begin = tile_start(first);
         let base = begin.max(sinks);
         let pieces = (end - base).div_ceil(PIECE).max(1);
-        let record = groups.len() * MOST_QUERIES * (d + 2);
+        let piece = self.piece();
+        let record = groups.len() * piece.len();
         scratch.partial.resize(pieces * record, 0.0);
+        scratch.sums.resize(piece.coefficients, 0.0);
+        scratch.turned.resize(d, 0.0);
         let work = |(piece, partial): (usize, &mut [f32])| {
             let start = if piece == 0 { begin } else { base + piece * PIECE };
             let tokens = start..(base + (piece + 1) * PIECE).min(end);
@@ -524,11 +584,14 @@ impl PackedLayer {
         }
         let mut reading = [(f32::NEG_INFINITY, 0.0f32); MOST_QUERIES];
         for (i, group) in groups.iter().enumerate() {
-            let own = MOST_QUERIES * (d + 2);
-            let parts = scratch.partial.chunks(record).map(|piece| &piece[i * own..(i + 1) * own]);
-            for q in 0..group.count {
+            let own = piece.len();
+            let parts = scratch.partial.chunks(record).map(|pieces| &pieces[i * own..(i + 1) * own]);
+            for (q, reading) in reading.iter_mut().enumerate().take(group.count) {
                 let out = &mut out[(group.head + q) * d..][..d];
-                reading[q] = combine(parts.clone(), q, out);
+                *reading = piece.combine(parts.clone(), q, out, &mut scratch.sums);
+                if let Some(coefficients) = &self.coefficients {
+                    coefficients.add_values(group.kv_head, &scratch.sums, &mut scratch.turned, out);
+                }
             }
             if self.weighs() {
                 let mut masses = std::mem::take(&mut self.masses);
@@ -691,13 +754,20 @@ impl PackedLayer {
         }
     }
 
+    /// What a piece of work comes to.
+    fn piece(&self) -> Piece {
+        let d = self.shape.head_dim;
+        Piece { values: d, coefficients: if self.coefficients.is_some() { d + 1 } else { 0 } }
+    }
+
     /// Tokens of a tile: fewer where dense ones, which are many bytes, must stay in the first-level cache until they are read.
     fn tile(&self) -> usize {
-        if self.key_codes.is_some() && self.value_codes.is_some() { TILE } else { TILE / 2 }
+        let coded = self.value_codes.is_some() || self.coefficients.is_some();
+        if self.key_codes.is_some() && coded { TILE } else { TILE / 2 }
     }
 
     /// Online softmax over some tokens, tile by tile and in each tile group by group, since heads lie beside each other in pages; for
-    /// each group m of each query, Σp of each, Σp·v of each.
+    /// each group a [`Piece`].
     fn attend_piece(
         &self,
         groups: &[QueryGroup],
@@ -707,12 +777,9 @@ impl PackedLayer {
         partial: &mut [f32],
         buffers: &mut Buffers,
     ) {
-        let (d, size) = (self.shape.head_dim, self.tile());
-        let record = MOST_QUERIES * (d + 2);
-        for partial in partial.chunks_mut(record) {
-            partial[..MOST_QUERIES].fill(f32::NEG_INFINITY);
-            partial[MOST_QUERIES..].fill(0.0);
-        }
+        let (piece, size) = (self.piece(), self.tile());
+        let record = piece.len();
+        partial.chunks_mut(record).for_each(|partial| piece.clear(partial));
         let mut scores = kernels::Aligned([0.0; MOST_QUERIES * TILE]);
         let scores = &mut scores.0;
         let mut at = tokens.start;
@@ -738,16 +805,14 @@ impl PackedLayer {
                     self.prefetch_values(next, &then);
                     continue;
                 }
-                let (max, rest) = partial.split_at_mut(MOST_QUERIES);
-                let (sum, out) = rest.split_at_mut(MOST_QUERIES);
+                let [max, sum, out, sums] = piece.split(partial, group.count);
                 for q in 0..group.count {
                     scores[q * TILE..][..first.saturating_sub(tile.start)].fill(f32::NEG_INFINITY);
                 }
-                let (max, sum) = (&mut max[..group.count], &mut sum[..group.count]);
-                kernels::online_softmax(scores, tile.len(), d, max, sum, out);
+                kernels::online_softmax(scores, tile.len(), max, sum, [out, sums]);
                 self.prefetch_values(next, &soon);
                 let keys = self.keys.ahead(next.kv_head, &then);
-                self.read_tile(group, tile.clone(), keys, scores, out, buffers);
+                self.read_tile(group, tile.clone(), keys, scores, [out, sums], buffers);
                 self.prefetch_values(next, &later);
             }
         }
@@ -843,21 +908,22 @@ impl PackedLayer {
         }
     }
 
-    /// Adds Σp·v of a tile's tokens to `out` `[count, head_dim]`; `ahead` is what is read next.
+    /// Adds Σp·v of a tile's tokens to `out` `[count, head_dim]`, of transformed ones coefficients to `sums`; `ahead` is what is read next.
     fn read_tile(
         &self,
         group: &QueryGroup,
         tile: Range<usize>,
         ahead: Run<'_>,
         p: &[f32],
-        out: &mut [f32],
+        [out, sums]: [&mut [f32]; 2],
         buffers: &mut Buffers,
     ) {
         let d = self.shape.head_dim;
         for (offset, place) in self.values.places(tile) {
             match (place, &self.coefficients) {
                 (Place::Codes(tokens), Some(coefficients)) => {
-                    coefficients.add_values(group.kv_head, tokens, &p[offset..], group.count, buffers, out);
+                    let (p, buffers) = (&p[offset..], &mut buffers.coefficients);
+                    coefficients.add_sums(group.kv_head, tokens, p, group.count, buffers, sums);
                 }
                 (Place::Codes(tokens), None) => {
                     let codes = self.value_codes.as_ref().expect("coded values have codes");
@@ -964,25 +1030,9 @@ impl Queries {
     }
 }
 
-/// Σp·v / Σp of query q over the results of pieces; returns the largest score and Σp relative to it.
-fn combine<'a>(pieces: impl Iterator<Item = &'a [f32]> + Clone, q: usize, out: &mut [f32]) -> (f32, f32) {
-    let max = pieces.clone().map(|p| p[q]).fold(f32::NEG_INFINITY, f32::max);
-    let mut sum = 0.0;
-    out.fill(0.0);
-    for piece in pieces.filter(|p| p[MOST_QUERIES + q] > 0.0) {
-        let share = (piece[q] - max).exp();
-        sum += share * piece[MOST_QUERIES + q];
-        let values = &piece[2 * MOST_QUERIES + q * out.len()..];
-        for (out, x) in out.iter_mut().zip(values) {
-            *out += share * x;
-        }
-    }
-    out.iter_mut().for_each(|x| *x /= sum);
-    (max, sum)
-}
-
-/// The matrices of [`PackedLayer::turns`]; `None` where codes are of the keys themselves.
-fn query_turns(module: &HeadqAttention, codes: &KeyCodes, shape: HeadShape) -> Option<Vec<Arc<[f32]>>> {
+/// The matrices of [`PackedLayer::turns`], with as many rows for each KV head as it has coefficients `stored`; `None` where codes are of the
+/// keys themselves.
+fn query_turns(module: &HeadqAttention, stored: &dyn Fn(usize) -> usize, shape: HeadShape) -> Option<Vec<Arc<[f32]>>> {
     let (d, base) = (shape.head_dim, module.base.as_ref()?);
     if base.scheme().quantizer == Quantizer::Rotated {
         let matrix = kept_rotation(d);
@@ -990,7 +1040,7 @@ fn query_turns(module: &HeadqAttention, codes: &KeyCodes, shape: HeadShape) -> O
         return Some(vec![turned; shape.kv_heads]);
     }
     let all = host(base.query_side()?);
-    let of_head = |(head, rows): (usize, &[f32])| rows[..codes.stored(head) * d].into();
+    let of_head = |(head, rows): (usize, &[f32])| rows[..stored(head) * d].into();
     Some(all.chunks(d * d).enumerate().map(of_head).collect())
 }
 

@@ -103,8 +103,14 @@ pub(super) trait Machine: Copy {
     fn sum(self, x: Self::Lanes) -> f32;
     /// A plane of P bits of each lane ([`super::lanes`]), in the lowest bits; what is above them, where P is less than 8, is anything.
     fn plane<const P: u32>(self, plane: &[u8]) -> Self::Bits;
+    /// None of them set.
+    fn no_bits(self) -> Self::Bits;
     /// What a mask leaves of each lane, as a signed number.
     fn masked(self, bits: Self::Bits, mask: u32) -> Self::Lanes;
+    /// What a table that repeats itself every two, four or eight numbers has for each lane's bits from `shift` on.
+    fn look_up(self, bits: Self::Bits, shift: u32, table: &Lane) -> Self::Lanes;
+    /// Bits from `shift` on, those of a mask, `low` places further up; with those of `others`.
+    fn joined(self, bits: Self::Bits, shift: u32, mask: u32, low: u32, others: Self::Bits) -> Self::Bits;
     /// The codes of a row as numbers.
     fn codes<const B: u32>(self, row: &[u8]) -> Self::Lanes;
     /// The table's number for each code of a row.
@@ -224,8 +230,23 @@ impl Machine for Portable {
     }
 
     #[inline(always)]
+    fn no_bits(self) -> [u32; LANES] {
+        [0; LANES]
+    }
+
+    #[inline(always)]
     fn masked(self, bits: [u32; LANES], mask: u32) -> Lane {
         each(|i| (bits[i] & mask) as i32 as f32)
+    }
+
+    #[inline(always)]
+    fn look_up(self, bits: [u32; LANES], shift: u32, table: &Lane) -> Lane {
+        each(|i| table[(bits[i] >> shift & 7) as usize])
+    }
+
+    #[inline(always)]
+    fn joined(self, bits: [u32; LANES], shift: u32, mask: u32, low: u32, others: [u32; LANES]) -> [u32; LANES] {
+        std::array::from_fn(|i| (bits[i] >> shift & mask) << low | others[i])
     }
 
     #[inline(always)]
@@ -415,9 +436,28 @@ mod x86 {
         }
 
         #[inline(always)]
+        fn no_bits(self) -> __m512i {
+            self.avx512f._mm512_setzero_si512()
+        }
+
+        #[inline(always)]
         fn masked(self, bits: __m512i, mask: u32) -> __m512 {
             let f = self.avx512f;
             f._mm512_cvtepi32_ps(f._mm512_and_si512(bits, f._mm512_set1_epi32(mask as i32)))
+        }
+
+        #[inline(always)]
+        fn look_up(self, bits: __m512i, shift: u32, table: &Lane) -> __m512 {
+            let f = self.avx512f;
+            f._mm512_permutexvar_ps(f._mm512_srlv_epi32(bits, f._mm512_set1_epi32(shift as i32)), cast(*table))
+        }
+
+        #[inline(always)]
+        fn joined(self, bits: __m512i, shift: u32, mask: u32, low: u32, others: __m512i) -> __m512i {
+            let f = self.avx512f;
+            let own = f._mm512_srlv_epi32(bits, f._mm512_set1_epi32(shift as i32));
+            let own = f._mm512_and_si512(own, f._mm512_set1_epi32(mask as i32));
+            f._mm512_or_si512(f._mm512_sllv_epi32(own, f._mm512_set1_epi32(low as i32)), others)
         }
 
         #[inline(always)]
@@ -610,10 +650,39 @@ mod x86 {
         }
 
         #[inline(always)]
+        fn no_bits(self) -> Self::Bits {
+            [self.avx._mm256_setzero_si256(); 2]
+        }
+
+        #[inline(always)]
         fn masked(self, bits: Self::Bits, mask: u32) -> Self::Lanes {
             let mask = self.avx._mm256_set1_epi32(mask as i32);
             let [low, high] = [self.avx2._mm256_and_si256(bits[0], mask), self.avx2._mm256_and_si256(bits[1], mask)];
             [self.avx._mm256_cvtepi32_ps(low), self.avx._mm256_cvtepi32_ps(high)]
+        }
+
+        #[inline(always)]
+        fn look_up(self, bits: Self::Bits, shift: u32, table: &Lane) -> Self::Lanes {
+            let (f, shift) = (self.avx2, self.avx._mm256_set1_epi32(shift as i32));
+            let [table, _]: [__m256; 2] = cast(*table);
+            bits.map(
+                #[inline(always)]
+                |bits| f._mm256_permutevar8x32_ps(table, f._mm256_srlv_epi32(bits, shift)),
+            )
+        }
+
+        #[inline(always)]
+        fn joined(self, bits: Self::Bits, shift: u32, mask: u32, low: u32, others: Self::Bits) -> Self::Bits {
+            let f = self.avx2;
+            let splat = |x: u32| self.avx._mm256_set1_epi32(x as i32);
+            let (shift, mask, low) = (splat(shift), splat(mask), splat(low));
+            std::array::from_fn(
+                #[inline(always)]
+                |i| {
+                    let own = f._mm256_and_si256(f._mm256_srlv_epi32(bits[i], shift), mask);
+                    f._mm256_or_si256(f._mm256_sllv_epi32(own, low), others[i])
+                },
+            )
         }
 
         #[inline(always)]
