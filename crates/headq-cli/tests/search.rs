@@ -147,3 +147,38 @@ fn bad_requests_are_refused_in_one_line() {
     world.write("damaged.json", &text[..text.len() / 2]);
     refused(&world, &eval("damaged.json", &[]), "not JSON");
 }
+
+/// Interrupted among the layers, a search keeps those that are measured, and ends as if it had not been.
+#[cfg(unix)]
+#[test]
+fn interrupted_searches_go_on() {
+    let world = world();
+    let args = [&search("2", "scheme.json")[..], &["--threads", "1"]].concat();
+    world.succeeds(&args);
+    let whole = world.read("scheme.json");
+    std::fs::remove_file(world.path("scheme.json")).unwrap();
+    let layers = || -> usize {
+        let Ok(bytes) = std::fs::read(world.path("scheme.json.partial")) else { return 0 };
+        let kept: Value = serde_json::from_slice(&bytes).expect("written whole");
+        kept["kl"].as_object().unwrap().keys().filter(|name| name.starts_with("layer ")).count()
+    };
+    let mut child = world.command(&args).stdout(std::process::Stdio::null()).spawn().unwrap();
+    while layers() == 0 && child.try_wait().unwrap().is_none() {
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    let _ = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status();
+    // Where the machine was too fast it has ended, and there is nothing to take up.
+    if !child.wait().unwrap().success() {
+        assert!(layers() > 0 && !world.path("scheme.json").exists());
+        world.succeeds(&args);
+    }
+    assert!(whole == world.read("scheme.json"));
+    assert!(!world.path("scheme.json.partial").exists());
+}
+
+#[test]
+fn what_is_no_searchs_is_not_overwritten() {
+    let world = world();
+    world.write("scheme.json.partial", "{\"mine\": 1}");
+    refused(&world, &search("2", "scheme.json"), "is not what a search left behind");
+}

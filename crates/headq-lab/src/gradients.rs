@@ -243,7 +243,8 @@ mod tests {
                     };
                     let expected: f64 = [3, 4].into_iter().map(|token| gradient(token).powi(2)).sum();
                     let own = moments.outer[(channel, channel)];
-                    let close = (own - expected).abs() < 0.05 * expected.max(1e-7);
+                    // Sums of f32 losses leave differences with errors of about 1e-5.
+                    let close = (own.sqrt() - expected.sqrt()).abs() < 0.02 * expected.sqrt() + 3e-5;
                     assert!(close, "{name}, layer {layer}, channel {channel}: {own:e} {expected:e}");
                 }
             }

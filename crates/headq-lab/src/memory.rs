@@ -26,6 +26,17 @@ impl Estimate {
         Self { weights: precision.bytes() * parameters, activations: 4 * workers as u64 * floats }
     }
 
+    /// The same for passes back as well (`headq calibrate --gradients`): what every layer was given, and one layer at a time with all that
+    /// its gradients need.
+    pub fn with_gradients(self, config: &ModelConfig, context: usize, workers: usize) -> Self {
+        let (t, tile) = (context as u64, (context as u64).min(128));
+        let inputs = t * (config.num_layers * config.hidden_size) as u64;
+        // Scores, probabilities and their gradient.
+        let scores = 3 * config.num_heads as u64 * t * t;
+        let logits = 3 * tile * config.vocab_size as u64;
+        Self { activations: self.activations + 4 * workers as u64 * (inputs + scores + logits), ..self }
+    }
+
     /// Weights and activations together.
     pub fn total(&self) -> u64 {
         self.weights + self.activations

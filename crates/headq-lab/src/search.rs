@@ -103,13 +103,21 @@ struct KeptFile {
 }
 
 impl Kept {
-    fn open(path: &Path, identity: &str) -> Self {
-        let read = std::fs::read(path).ok().and_then(|bytes| serde_json::from_slice::<KeptFile>(&bytes).ok());
-        let all = read.filter(|kept| kept.identity == identity);
-        Self {
-            path: path.to_owned(),
-            all: all.unwrap_or(KeptFile { identity: identity.into(), ..KeptFile::default() }),
-        }
+    /// What is kept there, if it belongs to this search; fails where it is no search's, which would be overwritten.
+    fn open(path: &Path, identity: &str) -> Result<Self, LabError> {
+        let read = match std::fs::read(path) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => None,
+            other => Some(other.map_err(LabError::io(path))?),
+        };
+        let parse = |bytes: Vec<u8>| {
+            serde_json::from_slice::<KeptFile>(&bytes).map_err(|_| LabError::Artifact {
+                path: path.to_owned(),
+                reason: "is not what a search left behind; move it away, or name another --out".into(),
+            })
+        };
+        let all = read.map(parse).transpose()?.filter(|kept| kept.identity == identity);
+        let all = all.unwrap_or(KeptFile { identity: identity.into(), ..KeptFile::default() });
+        Ok(Self { path: path.to_owned(), all })
     }
 
     fn get(&mut self, name: &str, measure: impl FnOnce() -> Result<f64, LabError>) -> Result<f64, LabError> {
@@ -117,11 +125,15 @@ impl Kept {
             return Ok(*kl);
         }
         let kl = measure()?;
+        self.put(name, kl)?;
+        Ok(kl)
+    }
+
+    fn put(&mut self, name: &str, kl: f64) -> Result<(), LabError> {
         self.all.kl.insert(name.into(), kl);
         let json = serde_json::to_vec(&self.all);
         let json = json.map_err(|e| LabError::Artifact { path: self.path.clone(), reason: e.to_string() })?;
-        write_atomic(&self.path, &json)?;
-        Ok(kl)
+        write_atomic(&self.path, &json)
     }
 }
 
@@ -234,16 +246,17 @@ impl Request<'_> {
         Ok(all)
     }
 
-    /// Mean KL over all windows, with each of `jobs` as the codecs.
+    /// Mean KL over all windows, with each of `jobs` as the codecs; `done` is told of each job as it is finished.
     fn kl(
         &self,
         what: &str,
         dense: &[Tensor<3>],
         jobs: &[Vec<HeadqAttention>],
         observer: &dyn Observer,
-    ) -> Result<Vec<f64>, LabError> {
+        mut done: impl FnMut(usize, f64),
+    ) -> Result<(), LabError> {
         let windows = self.windows();
-        let mut totals = vec![0.0; jobs.len()];
+        let mut total = 0.0;
         map_in_order(
             what,
             jobs.len() * windows.len(),
@@ -259,9 +272,13 @@ impl Request<'_> {
                     false => Err(LabError::NotFinite { scheme: what.into(), window }),
                 }
             },
-            |i, kl| totals[i / windows.len()] += kl / windows.len() as f64,
-        )?;
-        Ok(totals)
+            |i, kl| {
+                total += kl / windows.len() as f64;
+                if (i + 1).is_multiple_of(windows.len()) {
+                    done(i / windows.len(), std::mem::take(&mut total));
+                }
+            },
+        )
     }
 
     /// Searches; measurements are kept in `kept` until the end, and taken up from there.
@@ -274,11 +291,14 @@ impl Request<'_> {
         let (mut scheme, _) = self.allocated(&factors, self.bits);
         self.keys.check(&scheme)?;
         let dense = self.dense(observer)?;
-        let mut kept = Kept::open(kept, &self.identity);
+        let mut kept = Kept::open(kept, &self.identity)?;
         let mut steps: Vec<Step> = Vec::new();
         let mut measure = |what: String, scheme: Scheme, best: f64, kept: &mut Kept| -> Result<f64, LabError> {
-            let kl =
-                kept.get(&scheme.to_string(), || Ok(self.kl(&what, &dense, &[self.modules(scheme)], observer)?[0]))?;
+            let kl = kept.get(&scheme.to_string(), || {
+                let mut found = f64::NAN;
+                self.kl(&what, &dense, &[self.modules(scheme)], observer, |_, kl| found = kl)?;
+                Ok(found)
+            })?;
             steps.push(Step { what, scheme: scheme.to_string(), kl, kept: kl < best });
             Ok(kl)
         };
@@ -354,18 +374,23 @@ impl Request<'_> {
         observer: &dyn Observer,
     ) -> Result<Vec<f64>, LabError> {
         let names: Vec<String> = (0..self.layers()).map(|layer| format!("layer {layer} of {scheme}")).collect();
-        if names.iter().any(|name| !kept.all.kl.contains_key(name)) {
+        let open: Vec<usize> = (0..self.layers()).filter(|&layer| !kept.all.kl.contains_key(&names[layer])).collect();
+        if !open.is_empty() {
             let (coded, plain) = (self.modules(scheme), self.modules(Scheme::DENSE));
-            let alone = |layer: usize| {
+            let alone = |&layer: &usize| {
                 let mut modules = plain.clone();
                 modules[layer] = coded[layer].clone();
                 modules
             };
-            let jobs: Vec<_> = (0..self.layers()).map(alone).collect();
-            let found = self.kl("layers alone", dense, &jobs, observer)?;
-            for (name, kl) in names.iter().zip(found) {
-                kept.get(name, || Ok(kl))?;
-            }
+            let jobs: Vec<_> = open.iter().map(alone).collect();
+            let mut written = Ok(());
+            let measured = self.kl("layers alone", dense, &jobs, observer, |job, kl| {
+                let own = kept.put(&names[open[job]], kl);
+                if written.is_ok() {
+                    written = own;
+                }
+            });
+            measured.and(written)?;
         }
         names.iter().map(|name| kept.get(name, || unreachable!("every layer was measured"))).collect()
     }

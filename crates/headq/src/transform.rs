@@ -34,7 +34,7 @@ pub const QUERY_FLOOR: f64 = 1e-4;
 /// Shares of F, C_q and I, each by its trace, in the metric of [`Metric::Fisher`]: gradients are few and noisy, queries are many.
 const FISHER_SHARES: [f64; 3] = [0.75, 0.2, 0.05];
 
-/// Smallest share of y that [`gain`] makes up for.
+/// Smallest share that [`gain`] makes up for.
 const LEAST_KEPT: f64 = 0.25;
 
 /// Sampled coefficients of a class below which its levels are those for a Gaussian.
@@ -123,6 +123,8 @@ impl HeadTransform {
         let rows = DMatrix::from_iterator(width, tokens, moments.sample.iter().map(|&v| f64::from(v)));
         let sample = self.analysis.transpose() * rows;
         let (assigned, spreads) = (&self.bits, &self.spread);
+        let coded: f64 = assigned.iter().zip(spreads.iter()).filter(|(bits, _)| **bits > 0).map(|(_, s)| s).sum();
+        let stored = if spreads.sum() > 0.0 { coded / spreads.sum() } else { 1.0 };
         let of_bits = |bits: u32| (0..width).filter(move |&i| assigned[i] == bits && spreads[i] > 0.0);
         let fitted = |bits: u32| {
             let gaussian = lloyd_max(bits).levels.clone();
@@ -136,11 +138,12 @@ impl HeadTransform {
                 true => (gaussian, 1.0 - lloyd_max(bits).distortion),
                 false => {
                     let levels = lloyd(classed.clone(), gaussian.len());
-                    let kept = kept_of(classed.into_iter(), |y| nearest(&levels, y));
+                    let read = |&(y, spread): &(f64, f64)| (y * spread.sqrt(), nearest(&levels, y) * spread.sqrt());
+                    let kept = kept_of(classed.iter().map(read));
                     (levels, kept)
                 }
             };
-            let gain = gain(base.metric, kept);
+            let gain = gain(base.metric, kept, stored);
             levels.into_iter().map(|level| level * gain).collect()
         };
         let levels = match base.ranges {
@@ -155,7 +158,10 @@ impl HeadTransform {
             };
             match of_class.iter().map(Vec::len).sum::<usize>() < LEAST_SAMPLE {
                 true => f64::from(range_factor(bits)),
-                false => best_factor(&of_class, run, bits, base.metric),
+                false => {
+                    let (factor, kept) = best_factor(&of_class, run, bits);
+                    factor * gain(base.metric, kept, stored)
+                }
             }
         };
         let factors = (0..=MOST_POOLED_BITS).map(factor).collect();
@@ -204,42 +210,43 @@ fn lloyd(mut numbers: Vec<(f64, f64)>, count: usize) -> Vec<f64> {
     levels
 }
 
-/// The factor on the half-width of min/max ranges, of those from 0.4 to 1.6 in steps of 0.02, that leaves the least squared error, and
-/// what [`gain`] says of it.
+/// The factor on the half-width of min/max ranges, of those from 0.4 to 1.6 in steps of 0.02, that leaves the least squared error, and the
+/// share of y that it keeps.
 ///
 /// # Shapes
 /// `rows`: numbers of each coefficient, `run` neighbours sharing a range
-fn best_factor(rows: &[Vec<f64>], run: usize, bits: u32, by: Metric) -> f64 {
+fn best_factor(rows: &[Vec<f64>], run: usize, bits: u32) -> (f64, f64) {
     let cells = f64::from(1u32 << bits);
-    let error = |factor: f64| -> f64 {
-        let of_run = |y: &[f64]| {
+    // Numbers with what they read back as, both from the middle of their range, which is kept as it is.
+    let read = |factor: f64| {
+        let of_run = move |y: &'_ [f64]| {
             let (low, high) = y.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(l, h), v| (l.min(*v), h.max(*v)));
             let (middle, cell) = (0.5 * (low + high), factor * (high - low) / cells);
             let zero = middle - 0.5 * cell * (cells - 1.0);
-            let of = |v: &f64| {
+            let of = |&v: &f64| {
                 let code = if cell > 0.0 { ((v - zero) / cell).round().clamp(0.0, cells - 1.0) } else { 0.0 };
-                (v - zero - code * cell).powi(2)
+                (v - middle, zero + code * cell - middle)
             };
-            y.iter().map(of).sum::<f64>()
+            y.iter().map(of).collect::<Vec<_>>()
         };
         // Runs are whole: those of different places of a text do not share a range.
-        rows.iter().flat_map(|row| row.chunks(SAMPLE_RUN).flat_map(|r| r.chunks(run))).map(of_run).sum()
+        rows.iter().flat_map(|row| row.chunks(SAMPLE_RUN).flat_map(|r| r.chunks(run))).flat_map(of_run)
     };
+    let error = |factor: f64| read(factor).map(|(y, read)| (y - read).powi(2)).sum::<f64>();
     let all = (20..=80).map(|i| f64::from(i) * 0.02).map(|factor| (error(factor), factor));
-    let (error, factor) = all.min_by(|a, b| a.0.total_cmp(&b.0)).unwrap_or((0.0, 1.0));
-    let energy: f64 = rows.iter().flatten().map(|y| y * y).sum();
-    let kept = if energy > 0.0 { 1.0 - error / energy } else { 1.0 };
-    factor * gain(by, kept)
+    let (_, factor) = all.min_by(|a, b| a.0.total_cmp(&b.0)).unwrap_or((0.0, 1.0));
+    (factor, kept_of(read(factor)))
 }
 
-/// What levels are multiplied by, given the share of y that its least-squares levels keep, `E[y·ŷ]`/`E[y²]`.
+/// What levels are multiplied by, given the share of y that its least-squares levels keep ([`kept_of`]), and the share of Λ that is stored.
 ///
-/// Levels of least squared error shrink: `E[y·ŷ]` is less than `E[y²]` by the error itself. Where the metric is that of scores, shrunken
-/// scores flatten every softmax, which squared errors do not see, and levels are spread until y keeps its size. Where it is that of
-/// gradients, which did see the softmax, least squares are left alone.
-fn gain(by: Metric, kept: f64) -> f64 {
+/// Levels of least squared error shrink, and coefficients without bits are gone. Where the metric is that of scores, shrunken scores
+/// flatten every softmax, which squared errors do not see, and levels are spread until scores keep their size: each class of coefficients
+/// its own, all together that of those that are not stored. Where the metric is that of gradients, which did see the softmax, least
+/// squares are left alone.
+fn gain(by: Metric, kept: f64, stored: f64) -> f64 {
     match by {
-        Metric::Queries => 1.0 / kept.max(LEAST_KEPT),
+        Metric::Queries => 1.0 / (kept * stored).max(LEAST_KEPT),
         Metric::Fisher => 1.0,
     }
 }
@@ -250,9 +257,9 @@ fn nearest(levels: &[f64], y: f64) -> f64 {
     levels[at]
 }
 
-/// Σ y·ŷ over Σ y², weighted.
-fn kept_of(numbers: impl Iterator<Item = (f64, f64)>, read: impl Fn(f64) -> f64) -> f64 {
-    let (product, energy) = numbers.fold((0.0, 0.0), |(p, e), (y, w)| (p + w * y * read(y), e + w * y * y));
+/// Which share of numbers y is left in what they read back as: Σ y·ŷ over Σ y².
+fn kept_of(numbers: impl Iterator<Item = (f64, f64)>) -> f64 {
+    let (product, energy) = numbers.fold((0.0, 0.0), |(p, e), (y, read)| (p + y * read, e + y * y));
     if energy > 0.0 { product / energy } else { 1.0 }
 }
 

@@ -10,7 +10,7 @@ use crate::args::Calibrate;
 
 pub fn run(context: &Context, args: &Calibrate) -> Result<(), LabError> {
     let base: BaseScheme = args.base.parse().map_err(LabError::Method)?;
-    let (loaded, windows) = context.load(&args.model, &args.text)?;
+    let (loaded, windows) = context.load_for(&args.model, &args.text, args.gradients)?;
     check_base(&base, args.text.context, loaded.config().head_dim)?;
     check_writable(&args.out, Output::Statistics)?;
     let stats = calibrate(

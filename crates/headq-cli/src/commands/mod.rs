@@ -124,6 +124,16 @@ impl Context {
 
     /// Loads the texts and the model, saying first what it will take.
     pub fn load(&self, model: &Path, text: &TextArgs) -> Result<(LoadedModel, Vec<Windows>), LabError> {
+        self.load_for(model, text, false)
+    }
+
+    /// The same, for passes back, too, if there are `gradients`.
+    pub fn load_for(
+        &self,
+        model: &Path,
+        text: &TextArgs,
+        gradients: bool,
+    ) -> Result<(LoadedModel, Vec<Windows>), LabError> {
         let device = self.device(&self.device_name())?;
         let options = &self.load_options;
         let model = self.locate(model)?;
@@ -131,14 +141,22 @@ impl Context {
         // Texts first: they are quick to read, and most mistakes are in them.
         let tokenizer = headq_models::tokenizer(&model, options)?;
         let windows = windows(&text.text, &tokenizer, text)?;
-        self.say_memory(&described, text.context, windows.iter().map(|w| w.windows.len()).sum());
+        self.say_memory_for(&described, text.context, windows.iter().map(|w| w.windows.len()).sum(), gradients);
         Ok((load(model, &device, options)?, windows))
     }
 
     /// Says what a pass will need, and warns where the machine has less.
     pub fn say_memory(&self, model: &Description, context: usize, windows: usize) {
+        self.say_memory_for(model, context, windows, false);
+    }
+
+    fn say_memory_for(&self, model: &Description, context: usize, windows: usize, gradients: bool) {
         let workers = self.threads.min(windows.max(1));
         let estimate = Estimate::of(&model.config, model.parameters, self.dtype(), context, workers);
+        let estimate = match gradients {
+            true => estimate.with_gradients(&model.config, context, workers),
+            false => estimate,
+        };
         let gib = |bytes: u64| bytes as f64 / f64::from(1u32 << 30);
         let free = memory::available();
         let of = free.map_or(String::new(), |free| format!(" of {:.1} GiB available", gib(free)));

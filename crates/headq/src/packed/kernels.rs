@@ -497,9 +497,14 @@ impl SumCoefficients<'_> {
         p: &[f32],
         numbers: impl Fn(&[u8]) -> [M::Lanes; F],
     ) -> [[f32; NQ]; F] {
-        let p = split::<NQ>(p, TILE);
+        let tokens = codes.len() / bytes * LANES;
+        let mut rows = [&p[..0]; NQ];
+        for q in 0..NQ {
+            rows[q] = &p[q * TILE..][..tokens];
+        }
+        let p = rows;
         let mut sums = [[m.splat(0.0); NQ]; F];
-        for (i, block) in codes.chunks_exact(bytes).take(TILE / LANES).enumerate() {
+        for (i, block) in codes.chunks_exact(bytes).enumerate() {
             let x = numbers(block);
             for q in 0..NQ {
                 let p = m.load(lane(p[q], i * LANES));
@@ -620,8 +625,10 @@ impl SumCoefficients<'_> {
 
     #[inline(always)]
     fn codes<M: Machine, const NQ: usize>(m: M, (codes, layout): (&[u8], &Lanes), p: &[f32], sums: &mut [f32]) {
-        let rows = split::<NQ>(p, TILE);
-        let totals = rows.map(|p| p[..codes.len() / layout.bytes * LANES].iter().sum::<f32>());
+        let mut totals = [0.0; NQ];
+        for q in 0..NQ {
+            totals[q] = lane_sum(&p[q * TILE..][..codes.len() / layout.bytes * LANES]);
+        }
         for (bias, sums) in layout.biases().iter().zip(sums.as_chunks_mut::<NQ>().0) {
             for q in 0..NQ {
                 sums[q] = bias * totals[q];
@@ -667,7 +674,7 @@ impl Kernel for SumCoefficients<'_> {
 /// Σ_t p_qt · level(code_tc) of every code of up to a tile of blocks, into `sums` `[codes, count]`.
 ///
 /// # Shapes
-/// `p`: `[count, TILE]`, 16 of each block, 0 where a block's token is not meant
+/// `p`: 16 of each block, 0 where a block's token is not meant; those of the next query [`TILE`] numbers further on
 pub(super) fn coefficient_sums(of: Coefficients<'_>, p: &[f32], count: usize, sums: &mut [f32]) {
     dispatch(SumCoefficients { of, p, count, sums });
 }
@@ -1248,6 +1255,18 @@ pub(super) fn online_softmax(
             sum[q] += total;
         }
     })
+}
+
+/// Σx, in sixteen lanes.
+pub(super) fn lane_sum(x: &[f32]) -> f32 {
+    let (lanes, rest) = x.as_chunks::<LANES>();
+    let mut sums = [0.0; LANES];
+    for lane in lanes {
+        for i in 0..LANES {
+            sums[i] += lane[i];
+        }
+    }
+    halves_sum(&sums) + rest.iter().sum::<f32>()
 }
 
 /// `to` += factor · x.

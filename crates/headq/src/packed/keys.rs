@@ -499,20 +499,25 @@ impl KeyCodes {
             let part = at..tokens.end.min(page).min(group);
             let blocks = part.start / LANES..part.end.div_ceil(LANES);
             let first = part.start - blocks.start * LANES;
+            let whole = part.len() == blocks.len() * LANES;
+            let own = &p[part.start - tokens.start..];
             let mut totals = [0.0f32; MOST_QUERIES];
             for (q, total) in totals.iter_mut().enumerate().take(count) {
-                let to = &mut aligned[q * TILE..][..blocks.len() * LANES];
-                to.fill(0.0);
-                let own = &p[q * TILE + part.start - tokens.start..][..part.len()];
-                to[first..first + part.len()].copy_from_slice(own);
-                *total = own.iter().sum();
+                let own = &own[q * TILE..][..part.len()];
+                *total = kernels::lane_sum(own);
+                if !whole {
+                    let to = &mut aligned[q * TILE..][..blocks.len() * LANES];
+                    to.fill(0.0);
+                    to[first..first + part.len()].copy_from_slice(own);
+                }
             }
+            let p = if whole { own } else { &aligned[..] };
             let codes = self.codes.run(head, blocks);
             let of = match self.looked_up.get(head) {
                 None => kernels::Coefficients::Codes { codes, layout: lanes },
                 Some(tables) => kernels::Coefficients::LookedUp(LookedUp { codes, layout: lanes, tables }),
             };
-            kernels::coefficient_sums(of, aligned, count, &mut dots[..channels.len() * count]);
+            kernels::coefficient_sums(of, p, count, &mut dots[..channels.len() * count]);
             let (scale, zero): (&[f32], &[f32]) = match &self.ranges {
                 Ranges::Fixed { scale, zero } => {
                     let own = head * self.width..(head + 1) * self.width;

@@ -84,7 +84,7 @@ impl Coefficients {
             codes.add_sums(head, tokens.clone(), p, count, buffers, sums);
         }
         for (p, sums) in p.chunks(TILE).zip(sums.chunks_exact_mut(d + 1)) {
-            sums[d] += p[..tokens.len()].iter().sum::<f32>();
+            sums[d] += kernels::lane_sum(&p[..tokens.len()]);
         }
     }
 
