@@ -631,9 +631,12 @@ pub struct Finetune {
     /// Learn clip factors of the side quantizer, too.
     #[arg(long)]
     pub train_clip: bool,
-    /// Learn a clip factor of the base quantizer for each KV head, too (kivi and token).
+    /// Learn clip factors of the base quantizer, too: of each KV head (kivi and token) or coefficient (klt).
     #[arg(long)]
     pub train_base_clip: bool,
+    /// Learn the transforms of a base quantizer klt, too.
+    #[arg(long)]
+    pub train_transform: bool,
     /// Steps between two measurements on held-out windows [default: 20].
     #[arg(long, value_name = "N")]
     pub measure_every: Option<usize>,

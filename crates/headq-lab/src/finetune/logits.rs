@@ -7,7 +7,7 @@
 use burn::tensor::{Gradients, Tensor};
 use headq::learn::logits_kl;
 use headq::scheme::{KeyScheme, Scheme};
-use headq::{Attention, HeadqAttention, QuantizedCache};
+use headq::{Attention, HeadqAttention, KeyStatistics, QuantizedCache};
 use headq_models::LanguageModel;
 
 use super::state::{Checkpoint, InitialLosses, StateFolder};
@@ -88,6 +88,8 @@ fn value(x: &Tensor<1>) -> f64 {
 pub struct EndToEnd<'a> {
     pub request: &'a Request<'a>,
     pub key: KeyScheme,
+    /// Where the base quantizer needs them.
+    pub keys: Option<KeyStatistics>,
     pub candidates: &'a [Basis],
     /// Heads of each layer that keep their initial parameters.
     pub settled: &'a [Vec<usize>],
@@ -113,14 +115,11 @@ impl EndToEnd<'_> {
         let device = if tracked { plain.clone().autodiff() } else { plain };
         let basis = &self.candidates[0];
         let scheme = Scheme { value: None, ..self.request.scheme };
-        let keys = headq::KeyStatistics::of(&self.request.stats.layers).ok();
+        let shape @ [heads, d, _] = self.shape();
         let module = |(layer, point): (usize, &Point)| {
-            let module = HeadqAttention::calibrated(scheme, Some(basis), keys.as_ref(), layer, &device)
-                .with_correction(point.correction(&self.key, self.shape(), &device));
-            match point.base_clip(&device) {
-                None => module,
-                Some(clip) => module.with_base_clip(clip),
-            }
+            HeadqAttention::calibrated(scheme, Some(basis), self.keys.as_ref(), layer, &device)
+                .with_correction(point.correction(&self.key, shape, &device))
+                .with_base_parts(point.base([heads, d], &device).unwrap_or_default())
         };
         points.iter().enumerate().map(module).collect()
     }
@@ -248,13 +247,12 @@ impl Course for EndToEnd<'_> {
 /// What is trained of a layer's codec.
 fn leaves(module: &HeadqAttention) -> Leaves {
     let correction = module.correction().expect("the scheme has a side code");
-    Leaves { parts: correction.parts(), base_clip: module.base_clip() }
+    Leaves { parts: correction.parts(), base: module.base_parts() }
 }
 
 /// Adds Σ parameter · gradient to a total, whose own gradient by the parameters is then the sum of the gradients.
-fn with_gradients(total: Tensor<1>, Leaves { parts, base_clip }: &Leaves, gradients: &Gradients) -> Tensor<1> {
-    let all = [Some(&parts.decoder), parts.encoder.as_ref(), parts.clip.as_ref(), base_clip.as_ref()];
-    all.into_iter().flatten().fold(total, |total, x| match x.grad(gradients) {
+fn with_gradients(total: Tensor<1>, leaves: &Leaves, gradients: &Gradients) -> Tensor<1> {
+    leaves.all().fold(total, |total, x| match x.grad(gradients) {
         Some(gradient) => total + (x.clone() * gradient).sum(),
         None => total,
     })
@@ -481,7 +479,7 @@ mod tests {
         };
         let candidates = request.candidates(&key).unwrap();
         let settled = vec![Vec::new(); loaded.config().num_layers];
-        let task = EndToEnd { request: &request, key, candidates: &candidates, settled: &settled };
+        let task = EndToEnd { request: &request, key, keys: None, candidates: &candidates, settled: &settled };
         let points: Vec<Point> =
             (0..task.layers()).map(|l| initial(&key, &settings, &candidates[0], l).swap_remove(1)).collect();
         let (plain, tracked) = (task.modules(&points, false), task.modules(&points, true));
