@@ -440,7 +440,8 @@ impl<'a> File<'a> {
     /// Clip factors of the base quantizer for each KV head, and whether there are E and F, both as far as the base quantizer of the header
     /// has them.
     fn base_extent(&self, scope: Scope) -> Result<(Option<usize>, bool), LabError> {
-        let names = ["base_clip", "base_analysis", "base_synthesis"].map(|name| (name, self.tensors.tensor(name).is_ok()));
+        let names =
+            ["base_clip", "base_analysis", "base_synthesis"].map(|name| (name, self.tensors.tensor(name).is_ok()));
         let Some((name, _)) = names.iter().find(|(_, there)| *there) else { return Ok((None, false)) };
         if scope == Scope::QueryHead {
             let reason = format!("tensor '{name}' comes with scope kv-head, and its header says query-head");

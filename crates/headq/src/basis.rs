@@ -280,7 +280,9 @@ impl Basis {
         let TrainedTransform { analysis, synthesis } = self.trained.as_ref()?.base_transform.as_ref()?;
         let (heads, d) = (self.side_heads, self.head_dim);
         let size = heads * d * d;
-        Some([analysis, synthesis].map(|x| TensorData::new(x[layer * size..(layer + 1) * size].to_vec(), [heads, d, d])))
+        Some(
+            [analysis, synthesis].map(|x| TensorData::new(x[layer * size..(layer + 1) * size].to_vec(), [heads, d, d])),
+        )
     }
 
     /// A base quantizer of one layer with all that was learned for it, or as it is.

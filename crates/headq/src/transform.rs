@@ -733,7 +733,7 @@ impl Transform {
 
     /// −(2^{b−1} − ½)Δ
     fn lowest(&self) -> Tensor<5> {
-        (self.top.clone() * self.measure.clone()).mul_scalar(-0.5)
+        (self.top.clone().cast(float_dtype(self.measure.dtype())) * self.measure.clone()).mul_scalar(-0.5)
     }
 
     /// Codes of coefficients that are part of no autodiff graph.

@@ -202,7 +202,8 @@ impl Settings {
         }
         for (name, asked) in [("train_base_clip", self.train_base_clip), ("train_transform", self.train_transform)] {
             if asked && scope == Scope::QueryHead {
-                let reason = format!("{name}: query heads share the base code of their KV head; train with scope=kv-head");
+                let reason =
+                    format!("{name}: query heads share the base code of their KV head; train with scope=kv-head");
                 return Err(LabError::Usage(reason));
             }
         }
