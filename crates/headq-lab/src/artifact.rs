@@ -15,8 +15,8 @@
 //! | | `clip` (ρ), of `learned` with learned clip factors | `[layers, side_heads, rank]`, or `[layers, side_heads, 1]` with `scales=token` | f32 |
 //!
 //! E and F change the coefficients y that `klt` codes, and ŷ that it reads, in units of their calibrated standard deviations D:
-//! D (I + E) D⁻¹ y is coded, and D (I + F) D⁻¹ ŷ read ([`headq::transform`]). They and `base_clip` mean nothing without the statistics
-//! that they were trained with.
+//! D (I + E) D⁻¹ y is coded, and D (I + F) D⁻¹ ŷ read ([`headq::transform`]). They and the factors of `klt` mean nothing without the
+//! statistics that they were trained with, whose hash is `calibration` in the header; others are refused.
 //!
 //! q and k are post-RoPE; e = k − B_b(k) over whole groups of coded tokens; `count` is n, `sum` is Σx and `outer` is Σxxᵀ.
 //!
@@ -49,7 +49,7 @@ use burn_store::{ModuleSnapshot, SafetensorsStore};
 use half::f16;
 use headq::basis::{Basis, TrainedSide, TrainedTransform};
 use headq::quant::clip_width;
-use headq::scheme::{BaseScheme, Family, Quantizer, Scope, SideScales};
+use headq::scheme::{BaseScheme, Family, Metric, Quantizer, Scope, SideScales};
 use headq::stats::{GradientMoments, LayerStats, Moments, Sample};
 use headq_models::Fingerprint;
 use nalgebra::{DMatrix, DVector};
@@ -117,12 +117,15 @@ pub struct BasisHeader {
     /// What shares a scale among those side codes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scales: Option<String>,
+    /// Where parts of the transforms of `klt` were trained, the statistics that these are of ([`StatsArtifact::calibration_of`]).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub calibration: Option<String>,
 }
 
 impl BasisHeader {
     /// Of a closed form.
     pub fn derived(family: Family, rank: usize, scope: Scope, seed: u64) -> Self {
-        Self { family, rank, scope: scope.to_string(), seed, loss: None, bits: None, scales: None }
+        Self { family, rank, scope: scope.to_string(), seed, loss: None, bits: None, scales: None, calibration: None }
     }
 }
 
@@ -142,6 +145,56 @@ pub struct BasisArtifact {
     pub header: Header,
     /// Encoders and decoders.
     pub basis: Basis,
+}
+
+/// What an artifact file says of itself.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Outline {
+    /// Its header.
+    pub header: Header,
+    /// Its tensors by name.
+    pub tensors: Vec<TensorOutline>,
+}
+
+/// A tensor of an artifact.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct TensorOutline {
+    /// Name.
+    pub name: String,
+    /// Element type, as safetensors call it.
+    pub dtype: String,
+    /// Shape.
+    pub shape: Vec<usize>,
+}
+
+impl Outline {
+    /// Of an artifact of any kind; `None` where a file is none. What tensors hold is not looked at, only that the artifact is read.
+    ///
+    /// # Errors
+    /// As [`StatsArtifact::load`] and [`BasisArtifact::load`].
+    pub fn of(path: &Path) -> Result<Option<Self>, LabError> {
+        let Some(kind) = std::fs::read(path).ok().as_deref().and_then(kind_of) else { return Ok(None) };
+        let header = match kind.as_str() {
+            "statistics" => StatsArtifact::load(path)?.header,
+            _ => BasisArtifact::load(path)?.header,
+        };
+        let bytes = read(path, BASIS)?;
+        let tensors = SafeTensors::deserialize(&bytes).map_err(|e| artifact_error(path, e.to_string()))?;
+        let outline = |(name, t): (String, TensorView)| {
+            let (dtype, shape) = (format!("{:?}", t.dtype()), t.shape().to_vec());
+            TensorOutline { name, dtype, shape }
+        };
+        let mut tensors: Vec<TensorOutline> = tensors.tensors().into_iter().map(outline).collect();
+        tensors.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(Some(Self { header, tensors }))
+    }
+}
+
+/// What the header of an artifact's bytes says that it is; `None` where they are no artifact.
+fn kind_of(bytes: &[u8]) -> Option<String> {
+    let (_, metadata) = SafeTensors::read_metadata(bytes).ok()?;
+    let header: serde_json::Value = serde_json::from_str(metadata.metadata().as_ref()?.get(HEADER)?).ok()?;
+    header["kind"].as_str().map(str::to_owned)
 }
 
 /// How names of temporary files begin and end.
@@ -215,10 +268,7 @@ impl Output {
             }
             Output::Plot => return bytes.starts_with(b"<svg ") && bytes.windows(10).any(|w| w == b"--series-0"),
         };
-        let header =
-            SafeTensors::read_metadata(&bytes).ok().and_then(|(_, m)| m.metadata().as_ref()?.get(HEADER).cloned());
-        let header: Option<serde_json::Value> = header.and_then(|h| serde_json::from_str(&h).ok());
-        header.is_some_and(|h| h["kind"] == kind)
+        kind_of(&bytes).is_some_and(|found| found == kind)
     }
 }
 
@@ -568,6 +618,23 @@ impl StatsArtifact {
             tensors.push((name.into(), Dtype::F16, vec![layers.len(), layers[0].len(), tokens, d], bytes));
         }
         Tensors(tensors).write(path, &self.header)
+    }
+
+    /// SHA-256 of everything that the transforms of keys under `base` are made from: moments of queries and keys, of gradients where errors
+    /// are measured by them, and the sample of keys.
+    pub fn calibration_of(&self, base: &BaseScheme) -> String {
+        use sha2::{Digest, Sha256};
+        let mut hash = Sha256::new();
+        for layer in &self.layers {
+            let gradients = layer.gradients.iter().filter(|_| base.metric == Metric::Fisher).flat_map(|g| &g.k);
+            for moments in layer.q.iter().chain(&layer.k).chain(gradients) {
+                hash.update(moments.n.to_le_bytes());
+                moments.sum.iter().chain(moments.outer.iter()).for_each(|v| hash.update(v.to_le_bytes()));
+            }
+            let rows = layer.sample.iter().flat_map(|sample| &sample.k).flatten();
+            rows.for_each(|v| hash.update(v.to_le_bytes()));
+        }
+        crate::text::hex(&hash.finalize())
     }
 
     /// Reads and checks statistics.

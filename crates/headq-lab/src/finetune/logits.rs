@@ -454,14 +454,26 @@ mod tests {
     #[test]
     fn recomputed_gradients_are_those_of_one_graph() {
         let loaded = tiny("llama-untied");
+        for scheme in ["kivi-2(g=8,r=4)+learned(rank=2,bits=3)", "klt-1(g=8,r=4,sinks=0)+learned(rank=2,bits=3)"] {
+            gradients_agree(&loaded, scheme.parse().unwrap());
+        }
+    }
+
+    fn gradients_agree(loaded: &LoadedModel, scheme: Scheme) {
         let window = window(40);
         let text =
             TextInfo { path: "none".into(), sha256: String::new(), chars: 0, tokens: 40, tokens_sha256: String::new() };
         let windows = [Windows { text, windows: vec![window.clone()] }];
-        let scheme: Scheme = "kivi-2(g=8,r=4)+learned(rank=2,bits=3)".parse().unwrap();
         let key = scheme.key.unwrap();
         let stats = calibrate(&loaded.model, &loaded.fingerprint, &windows, false, key.base, None, 1, &Silent).unwrap();
-        let settings = Settings { loss: "logits".into(), train_clip: true, ..Default::default() };
+        let settings = Settings {
+            loss: "logits".into(),
+            train_clip: true,
+            train_base_clip: true,
+            train_transform: key.base.is_static(),
+            ..Default::default()
+        };
+        let keys = headq::KeyStatistics::of(&stats.layers).ok();
         let request = Request {
             model: &loaded.model,
             fingerprint: &loaded.fingerprint,
@@ -479,7 +491,7 @@ mod tests {
         };
         let candidates = request.candidates(&key).unwrap();
         let settled = vec![Vec::new(); loaded.config().num_layers];
-        let task = EndToEnd { request: &request, key, keys: None, candidates: &candidates, settled: &settled };
+        let task = EndToEnd { request: &request, key, keys, candidates: &candidates, settled: &settled };
         let points: Vec<Point> =
             (0..task.layers()).map(|l| initial(&key, &settings, &candidates[0], l).swap_remove(1)).collect();
         let (plain, tracked) = (task.modules(&points, false), task.modules(&points, true));
@@ -497,15 +509,15 @@ mod tests {
         let host = |x: Tensor<3>| -> Vec<f32> { x.into_data().try_to_vec().unwrap() };
         for (layer, total) in totals.iter().enumerate() {
             let found = total.backward();
-            let parts = |m: &HeadqAttention| {
-                let p = m.correction().unwrap().parts();
-                [p.decoder, p.encoder.unwrap(), p.clip.unwrap()]
-            };
-            for (a, b) in parts(&tracked[layer]).into_iter().zip(parts(&whole[layer])) {
+            let [found_by, expected_by] = [&tracked[layer], &whole[layer]].map(leaves);
+            assert_eq!(found_by.all().count(), if settings.train_transform { 6 } else { 4 });
+            for (a, b) in found_by.all().zip(expected_by.all()) {
                 let (a, b) = (host(a.grad(&found).unwrap()), host(b.grad(&expected).unwrap()));
                 let largest = b.iter().fold(0.0f32, |m, x| m.max(x.abs()));
                 assert!(largest > 0.0);
-                a.iter().zip(&b).for_each(|(a, b)| assert!((a - b).abs() < 2e-2 * largest, "layer {layer}: {a} {b}"));
+                a.iter()
+                    .zip(&b)
+                    .for_each(|(a, b)| assert!((a - b).abs() < 2e-2 * largest, "{scheme}, layer {layer}: {a} {b}"));
             }
         }
     }

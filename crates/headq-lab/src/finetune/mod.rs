@@ -536,6 +536,8 @@ impl Request<'_> {
         let Point { base_clip, base_analysis, base_synthesis, .. } = Point::concat(&best);
         let transform = base_analysis.zip(base_synthesis);
         let transform = transform.map(|(analysis, synthesis)| TrainedTransform { analysis, synthesis });
+        let basis = Basis::learned(&side, &corrections).with_base_clip(base_clip).with_base_transform(transform);
+        let relative = key.base.quantizer == Quantizer::Klt && basis.changes_base();
         let mut header = self.stats.header.clone();
         header.kind = "basis".into();
         header.program = PROGRAM.into();
@@ -551,9 +553,9 @@ impl Request<'_> {
             loss: Some(self.settings.loss.clone()),
             bits: Some(side.bits),
             scales: Some(side.scales.to_string()),
+            calibration: relative.then(|| self.stats.calibration_of(&key.base)),
             ..BasisHeader::derived(Family::Learned, side.rank, side.scope, self.seed)
         });
-        let basis = Basis::learned(&side, &corrections).with_base_clip(base_clip).with_base_transform(transform);
         Finetuned {
             artifact: BasisArtifact { header, basis },
             measurements: trained.iter().flat_map(|t| t.measurements.clone()).collect(),
