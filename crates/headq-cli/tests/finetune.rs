@@ -487,11 +487,11 @@ fn a_trained_transform_is_used_wherever_its_basis_is() {
     let world = World::embedded();
     let calibrate = |text: &str, out: &str| {
         let base = KLT.split('+').next().unwrap();
-        let text = ["calibrate", "model", "--text", text, "--context", "64", "--windows", "8", "--base", base];
+        let text = ["calibrate", "model", "--text", text, "--context", "128", "--windows", "16", "--base", base];
         world.succeeds(&[&text[..], &["--out", out, "--quiet"]].concat());
     };
     calibrate("other.txt", "stats.safetensors");
-    let words = "finetune model --text other.txt --context 64 --windows 8 --held-out 4 --stats stats.safetensors --steps 60 \
+    let words = "finetune model --text other.txt --context 128 --windows 16 --held-out 4 --stats stats.safetensors --steps 60 \
          --measure-every 20 --train-clip --train-base-clip --train-transform --out learned.safetensors --quiet";
     let args: Vec<&str> = words.split_whitespace().chain(["--scheme", KLT]).collect();
     let made = world.prints(&args);
@@ -513,7 +513,7 @@ fn a_trained_transform_is_used_wherever_its_basis_is() {
 
     // On new text it is better than closed forms, whole and token by token alike.
     let closed = KLT.replace("learned", "score-optimal");
-    let text = ["eval", "model", "--text", "text.txt", "--context", "96", "--windows", "3", "--scheme", KLT];
+    let text = ["eval", "model", "--text", "text.txt", "--context", "128", "--windows", "3", "--scheme", KLT];
     let both = ["--stats", "stats.safetensors", "--basis", "learned.safetensors"];
     let whole = world.prints(&[&text[..], &both, &["--scheme", &closed]].concat())["schemes"].clone();
     let kl = |i: usize| whole[i]["kl"].as_f64().unwrap();
@@ -530,7 +530,7 @@ fn a_trained_transform_is_used_wherever_its_basis_is() {
     let without: std::collections::BTreeMap<_, _> =
         tensors.into_iter().filter(|(name, _)| !name.starts_with("base_")).collect();
     world.write_tensors("plain.safetensors", &without, Some(&header));
-    let compare = ["compare", "model", "--text", "text.txt", "--context", "96", "--windows", "3", "--scheme", KLT];
+    let compare = ["compare", "model", "--text", "text.txt", "--context", "128", "--windows", "3", "--scheme", KLT];
     let bases = [&both[..], &["--basis", "plain.safetensors"]].concat();
     let compared = world.prints(&[&compare[..], &bases].concat());
     let [learned, plain] = [0, 1].map(|i| &compared["bases"][i]);

@@ -313,6 +313,38 @@ fn transforms_of_the_base_quantizer_come_with_the_basis() {
     assert!(!state.exists());
 }
 
+/// Constant keys have coefficients of no variance, and silent queries a metric of nothing.
+#[test]
+fn transforms_of_degenerate_heads_stay_as_they_are() {
+    let (folder, state) = folders();
+    let loaded = model(folder.path(), |layer, weights, biases| match layer {
+        0 => silence(0, 1, weights, biases, |_| 0.0),
+        1 => silence(1, 2, weights, biases, |i| 0.3 - 0.05 * i as f32),
+        _ => {}
+    });
+    for (loss, ranges) in [("kl", "group"), ("score", "lloyd"), ("logits", "static")] {
+        let scheme = format!("klt-2(g=8,r=4,sinks=0,ranges={ranges})+learned(rank=2,bits=3)");
+        let settings = Settings { train_transform: true, train_base_clip: true, loss: loss.into(), ..settings() };
+        let made = finetune(&loaded, &scheme, 4, &settings, &state.with_extension(loss)).expect("they do no harm");
+        assert_finite(&made.artifact.basis);
+        assert!(warned(&made, "layer 0 head 1; layer 1 head 2"), "{loss}: {:?}", made.summary.warnings);
+        let trained = made.artifact.basis.trained.as_ref().expect("it is learned");
+        let (clip, transform) = (trained.base_clip.as_ref(), trained.base_transform.as_ref());
+        let (clip, transform) = (clip.expect("it was trained"), transform.expect("it was trained"));
+        let matrices = [&transform.analysis, &transform.synthesis];
+        assert!(clip.iter().chain(matrices.into_iter().flatten()).all(|v| v.is_finite()), "{loss}");
+        let of = |x: &[f32], layer: usize, head: usize| {
+            let size = x.len() / (3 * HEADS);
+            x[(layer * HEADS + head) * size..][..size].to_vec()
+        };
+        for (layer, head) in [(0, 1), (1, 2)] {
+            assert!(of(clip, layer, head).iter().all(|v| *v == 1.0), "{loss}: layer {layer}, head {head}");
+            assert!(matrices.iter().all(|x| of(x, layer, head).iter().all(|v| *v == 0.0)), "{loss}");
+        }
+        assert!(matrices.iter().all(|x| of(x, 2, 0).iter().any(|v| *v != 0.0)), "{loss}");
+    }
+}
+
 /// Heads that are given the statistics of other heads have transforms that fit nothing: what training them gains is much more than what the
 /// correction alone can make up for.
 #[test]
@@ -361,7 +393,8 @@ fn interrupted_training_of_transforms_comes_to_the_same() {
     let loaded = model(folder.path(), |_, _, _| ());
     let scheme: Scheme = "klt-2(g=8,r=4,sinks=0)+learned(rank=2,bits=3)".parse().expect("the scheme is well formed");
     let stats = calibrated(&loaded, scheme.key.expect("keys are coded").base).expect("there are keys");
-    for loss in ["kl", "logits"] {
+    // The first looks for interruptions in its dense passes, too.
+    for (loss, patience) in [("kl", 11), ("logits", 5)] {
         let settings = Settings { train_transform: true, train_base_clip: true, loss: loss.into(), ..settings() };
         let run = |name: &str, observer: &dyn Observer| {
             let state = state.with_extension(format!("{loss}-{name}"));
@@ -370,7 +403,7 @@ fn interrupted_training_of_transforms_comes_to_the_same() {
         let whole = run("whole", &Silent).expect("as ever");
         let mut interruptions = 0;
         let parts = loop {
-            match run("parts", &Impatient(AtomicUsize::new(11))) {
+            match run("parts", &Impatient(AtomicUsize::new(patience))) {
                 Ok(made) => break made,
                 Err(LabError::Interrupted) => interruptions += 1,
                 Err(other) => panic!("{other}"),

@@ -15,7 +15,7 @@
 //!
 //! # Learned transforms
 //!
-//! All of this is optimal for Gaussian keys at high rates, under a metric that is one average. At one or two bits none of it holds, and so
+//! All of this is optimal for Gaussian keys at high rates, under a metric that is one average. At one or two bits little of that holds, and so
 //! the matrices, and a factor ρ on the ranges, the step or the levels of each coefficient, can be trained through the coder against what
 //! attention makes of its errors, as learned transforms of transform codes are (Ballé, Laparra and Simoncelli, arXiv:1611.01704; Ballé et
 //! al., arXiv:2007.03034). Rounding has the gradient of the identity (straight-through, Bengio, Léonard and Courville, arXiv:1308.3432),
