@@ -454,12 +454,14 @@ mod tests {
     #[test]
     fn recomputed_gradients_are_those_of_one_graph() {
         let loaded = tiny("llama-untied");
-        for scheme in ["kivi-2(g=8,r=4)+learned(rank=2,bits=3)", "klt-1(g=8,r=4,sinks=0)+learned(rank=2,bits=3)"] {
-            gradients_agree(&loaded, scheme.parse().unwrap());
+        // Of few bits where gradients of the base quantizer, which are sums of many terms, are to stand out from rounding.
+        for (scheme, base) in [("kivi-2(g=8,r=4)", false), ("kivi-1(g=8,r=4)", true), ("klt-1(g=8,r=4,sinks=0)", true)]
+        {
+            gradients_agree(&loaded, format!("{scheme}+learned(rank=2,bits=3)").parse().unwrap(), base);
         }
     }
 
-    fn gradients_agree(loaded: &LoadedModel, scheme: Scheme) {
+    fn gradients_agree(loaded: &LoadedModel, scheme: Scheme, base: bool) {
         let window = window(40);
         let text =
             TextInfo { path: "none".into(), sha256: String::new(), chars: 0, tokens: 40, tokens_sha256: String::new() };
@@ -469,7 +471,7 @@ mod tests {
         let settings = Settings {
             loss: "logits".into(),
             train_clip: true,
-            train_base_clip: true,
+            train_base_clip: base,
             train_transform: key.base.is_static(),
             ..Default::default()
         };
@@ -510,7 +512,8 @@ mod tests {
         for (layer, total) in totals.iter().enumerate() {
             let found = total.backward();
             let [found_by, expected_by] = [&tracked[layer], &whole[layer]].map(leaves);
-            assert_eq!(found_by.all().count(), if settings.train_transform { 6 } else { 4 });
+            let trained = 3 + usize::from(base) + 2 * usize::from(settings.train_transform);
+            assert_eq!(found_by.all().count(), trained);
             for (a, b) in found_by.all().zip(expected_by.all()) {
                 let (a, b) = (host(a.grad(&found).unwrap()), host(b.grad(&expected).unwrap()));
                 let largest = b.iter().fold(0.0f32, |m, x| m.max(x.abs()));
