@@ -224,8 +224,8 @@ fn gradients_of_losses_by_the_synthesis_agree_with_central_differences() {
     for loss in Loss::ALL {
         let sample = Sample::new(loss, &calibrated(key.base), &site, &wide(q.clone() * 2.0), &wide(k.clone()));
         let encoder = normal([1, KV, D, 2], 5, &Device::flex()).reshape([KV, D, 2]).cast(FloatDType::F64);
-        let decoder = Some(encoder.zeros_like());
-        let correction = Correction::of(&key, Parts { decoder: decoder.unwrap(), encoder: Some(encoder), clip: None });
+        let decoder = encoder.zeros_like();
+        let correction = Correction::of(&key, Parts { decoder, encoder: Some(encoder), clip: None });
         let BaseParts { clip, transform } = parts(KV);
         let [e, f] = transform.unwrap();
         let value = |f: Tensor<3>| {
