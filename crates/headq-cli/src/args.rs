@@ -120,13 +120,13 @@ pub struct OverlapArgs {
 /// there with its shape; reads no weights. MODEL is a folder in Hugging Face layout
 /// (config.json and safetensors or model.onnx), a .gguf or .onnx file, a folder with one, or the
 /// name of a model on the Hugging Face hub, which is fetched on first use (`headq pull --help`).
-/// Of an artifact, statistics or a basis, it shows what it was made from, and its tensors.
+/// Of an artifact, statistics or a basis (`headq inspect basis.safetensors`), it shows what that was
+/// made from, and its tensors.
 ///
-/// Examples:
+/// Example:
 ///
 ///   headq inspect checkpoints/headq-embedded --context 4096 \
 ///     --scheme 'kivi-2(g=32,r=128)/token-2(c=32)'
-///   headq inspect learned.safetensors
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct Inspect {
