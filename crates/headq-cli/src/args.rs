@@ -120,6 +120,8 @@ pub struct OverlapArgs {
 /// there with its shape; reads no weights. MODEL is a folder in Hugging Face layout
 /// (config.json and safetensors or model.onnx), a .gguf or .onnx file, a folder with one, or the
 /// name of a model on the Hugging Face hub, which is fetched on first use (`headq pull --help`).
+/// Of an artifact, statistics or a basis (`headq inspect basis.safetensors`), it shows what that was
+/// made from, and its tensors.
 ///
 /// Example:
 ///
@@ -128,7 +130,7 @@ pub struct OverlapArgs {
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct Inspect {
-    /// Model folder, .gguf or .onnx file, or hf:ORG/NAME[@REV][:FILE].
+    /// Model folder, .gguf or .onnx file, or hf:ORG/NAME[@REV][:FILE]; or an artifact.
     pub model: PathBuf,
     /// Scheme to account for; repeat for several. A few common ones by default.
     #[arg(long, value_name = "S")]
@@ -562,7 +564,7 @@ pub struct Diagnose {
 /// Train the basis of a scheme's side code with gradients, the model frozen.
 ///
 /// Begins with a closed form and lowers a loss by AdamW, with straight-through gradients through
-/// the side quantizer:
+/// the side quantizer, and with --train-base-clip and --train-transform through the base quantizer:
 ///   kl      attention KL, nats: what `headq eval` reports as KL
 ///   fisher  its second-order form, nats
 ///   score   variance of the score error over the coded keys, the closed forms' objective
@@ -585,6 +587,11 @@ pub struct Diagnose {
 ///     --text checkpoints/headq-embedded/calibration.txt --context 256 --windows 16 \
 ///     --stats stats.safetensors --scheme 'kivi-2(g=32,r=32)+learned(rank=4,bits=3)' \
 ///     --loss kl --train-clip --out learned.safetensors
+///
+/// On a base klt, whose statistics are needed wherever the basis is used, its transforms, too:
+///
+///   headq finetune … --scheme 'klt-1.5(g=32,r=32)+learned(rank=4,bits=3)' \
+///     --train-clip --train-base-clip --train-transform --out learned.safetensors
 #[derive(Debug, Args)]
 #[command(verbatim_doc_comment)]
 pub struct Finetune {
@@ -631,9 +638,12 @@ pub struct Finetune {
     /// Learn clip factors of the side quantizer, too.
     #[arg(long)]
     pub train_clip: bool,
-    /// Learn a clip factor of the base quantizer for each KV head, too (kivi and token).
+    /// Learn clip factors of the base quantizer, too: of each KV head (kivi and token) or coefficient (klt).
     #[arg(long)]
     pub train_base_clip: bool,
+    /// Learn the transforms of a base quantizer klt, too: what is coded and how it is read back, per KV head.
+    #[arg(long)]
+    pub train_transform: bool,
     /// Steps between two measurements on held-out windows [default: 20].
     #[arg(long, value_name = "N")]
     pub measure_every: Option<usize>,

@@ -215,6 +215,7 @@ fn bad_settings_are_named_and_leave_nothing() {
     fails(&world, &["--loss", "mse"], &["'mse' is not known; known are kl, fisher, score, logits"]);
     fails(&world, &["--init", "pca"], &["'pca' is not known; known are best, query-pca"]);
     fails(&world, &["--init", "score-optimal", "--tied"], &["a tied basis begins with best, query-pca"]);
+    fails(&world, &["--train-transform"], &["train_transform: kivi-2(g=8,r=4) has no transform to learn; klt has"]);
     let scheme = |s: &'static str, needles: &[&str]| {
         let mut all = BASIC.to_vec();
         let at = all.iter().position(|a| *a == "--scheme").unwrap();
@@ -476,6 +477,119 @@ training = { steps = 20, measure_every = 10, train_base_clip = true }
     world.write("run.toml", config(r#"["learned", "random"]"#, finetune));
     let first = world.prints(&["run", "run.toml", "--out", "first"]);
     assert_eq!((&first["bases"][0]["name"], &first["bases"][0]["result"]), (&"learned".into(), &learned["result"]));
+}
+
+const KLT: &str = "klt-1.5(g=8,r=4,ranges=lloyd)+learned(rank=2,bits=3)";
+
+/// Transforms of `klt`, trained: kept with the basis, read by every path that reads keys, and held to the statistics that they are of.
+#[test]
+fn a_trained_transform_is_used_wherever_its_basis_is() {
+    let world = World::embedded();
+    let calibrate = |text: &str, out: &str| {
+        let base = KLT.split('+').next().unwrap();
+        let text = ["calibrate", "model", "--text", text, "--context", "128", "--windows", "16", "--base", base];
+        world.succeeds(&[&text[..], &["--out", out, "--quiet"]].concat());
+    };
+    calibrate("other.txt", "stats.safetensors");
+    let words = "finetune model --text other.txt --context 128 --windows 16 --held-out 4 --stats stats.safetensors --steps 60 \
+         --measure-every 20 --train-clip --train-base-clip --train-transform --out learned.safetensors --quiet";
+    let args: Vec<&str> = words.split_whitespace().chain(["--scheme", KLT]).collect();
+    let made = world.prints(&args);
+    assert!(made["held_out"]["trained"].as_f64().unwrap() < made["held_out"]["initial"].as_f64().unwrap());
+    let (tensors, header) = world.artifact("learned.safetensors");
+    let names: Vec<&str> = tensors.keys().map(String::as_str).collect();
+    assert_eq!(names, ["base_analysis", "base_clip", "base_synthesis", "clip", "decoder", "encoder"]);
+    let shapes = ["base_analysis", "base_clip", "base_synthesis"].map(|name| tensors[name].1.clone());
+    assert_eq!(shapes, [vec![3, 2, 32, 32], vec![3, 2, 32], vec![3, 2, 32, 32]]);
+    let outline = world.prints(&["inspect", "learned.safetensors"]);
+    assert_eq!(outline["header"]["base"], "klt-1.5(g=8,r=4,ranges=lloyd)");
+    assert_eq!(outline["tensors"][1], serde_json::json!({ "name": "base_clip", "dtype": "F32", "shape": [3, 2, 32] }));
+    let printed = world.succeeds(&["inspect", "learned.safetensors"]);
+    assert!(printed.contains("| base_analysis ") && printed.contains("trained on kl"), "{printed}");
+    assert!(world.succeeds(&["inspect", "stats.safetensors"]).contains("statistics"));
+    world.succeeds(&["report", "learned.safetensors.state", "--out", "state.html"]);
+    let report = String::from_utf8(world.read("state.md")).unwrap();
+    assert!(report.contains("with transforms and clip factors of the base quantizer"), "{report}");
+
+    // On new text it is better than closed forms, whole and token by token alike.
+    let closed = KLT.replace("learned", "score-optimal");
+    let text = ["eval", "model", "--text", "text.txt", "--context", "128", "--windows", "3", "--scheme", KLT];
+    let both = ["--stats", "stats.safetensors", "--basis", "learned.safetensors"];
+    let whole = world.prints(&[&text[..], &both, &["--scheme", &closed]].concat())["schemes"].clone();
+    let kl = |i: usize| whole[i]["kl"].as_f64().unwrap();
+    assert!(kl(1) < 0.9 * kl(2), "{} and {}", kl(1), kl(2));
+    assert_eq!(whole[1]["key_bits"], whole[2]["key_bits"]);
+    let decoded = world.prints(&[&text[..], &both, &["--decode", "--cache-dtype", "f32"]].concat())["schemes"].clone();
+    let ppl = |x: &Value| x["ppl"].as_f64().unwrap();
+    assert!((ppl(&decoded[1]) / ppl(&whole[1]) - 1.0).abs() < 1e-3, "{} and {}", decoded[1], whole[1]);
+    let generate = ["generate", "model", "--scheme", KLT, "--max-tokens", "40", "--greedy", "The cache of this"];
+    let text_made = world.prints(&[&generate[..], &both].concat());
+    assert_eq!(text_made["new_tokens"], 40);
+
+    // It is measured with the residuals of its own base quantizer.
+    let without: std::collections::BTreeMap<_, _> =
+        tensors.into_iter().filter(|(name, _)| !name.starts_with("base_")).collect();
+    world.write_tensors("plain.safetensors", &without, Some(&header));
+    let compare = ["compare", "model", "--text", "text.txt", "--context", "128", "--windows", "3", "--scheme", KLT];
+    let bases = [&both[..], &["--basis", "plain.safetensors"]].concat();
+    let compared = world.prints(&[&compare[..], &bases].concat());
+    let [learned, plain] = [0, 1].map(|i| &compared["bases"][i]);
+    assert_eq!(learned["result"]["kl"], whole[1]["kl"]);
+    assert_ne!(learned["captured"], plain["captured"]);
+    assert_ne!(learned["result"]["key_mse"], plain["result"]["key_mse"]);
+
+    let fails = |args: &[&str], needles: &[&str]| {
+        let output = world.run(&[&text[..], &["--basis", "learned.safetensors"], args].concat());
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success() && needles.iter().all(|n| error.contains(n)), "{needles:?}: {error}");
+    };
+    fails(&["--quiet"], &["needs statistics of keys and queries", "--stats"]);
+    world.write("elsewhere.txt", text_of_calibration(&world));
+    calibrate("elsewhere.txt", "other.safetensors");
+    fails(
+        &["--quiet", "--stats", "other.safetensors"],
+        &["other.safetensors", "learned.safetensors was trained with the transforms of other statistics"],
+    );
+}
+
+/// The second half of the calibration text.
+fn text_of_calibration(world: &World) -> String {
+    let whole = String::from_utf8(world.read("other.txt")).unwrap();
+    whole.chars().skip(whole.chars().count() / 2).collect()
+}
+
+#[test]
+fn a_run_trains_the_transforms_that_it_evaluates() {
+    let world = World::embedded();
+    let section = |name: &str, text: &str, windows: usize, rest: &str| {
+        format!("[{name}]\ntext = '{text}'\ncontext = 64\nwindows = {windows}\n{rest}\n")
+    };
+    let training =
+        "held_out = 2\ntraining = { steps = 20, measure_every = 10, train_transform = true, train_base_clip = true }";
+    let config = |scheme: &str| {
+        let parts = [
+            section("calibrate", "other.txt", 4, ""),
+            section("finetune", "other.txt", 4, training),
+            section(
+                "eval",
+                "text.txt",
+                2,
+                &format!("schemes = ['{}', '{scheme}']", scheme.replace("learned", "score-optimal")),
+            ),
+        ];
+        format!("name = 'x'\nmodel = 'model'\n{}", parts.concat())
+    };
+    world.write("run.toml", config(KLT));
+    let report = world.prints(&["run", "run.toml", "--out", "made", "--quiet"]);
+    let kl = |i: usize| report["schemes"][i]["kl"].as_f64().unwrap();
+    assert!(kl(2) < kl(1), "{} and {}", kl(2), kl(1));
+    world.write("run.toml", config(SCHEME));
+    let output = world.run(&["run", "run.toml", "--out", "other", "--quiet"]);
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert!(
+        !output.status.success() && error.contains("train_transform: kivi-2") && error.contains("klt has"),
+        "{error}"
+    );
 }
 
 #[test]

@@ -10,8 +10,13 @@
 //! | | `k.sample`, `v.sample`, keys and values of some tokens, in runs of 128 | `[layers, kv_heads, tokens, head_dim]` | f16 |
 //! | `basis` | `decoder` (U) | `[layers, side_heads, head_dim, rank]` | f32 |
 //! | | `encoder` (W), where W differs from U: `score-optimal`, `learned` unless tied | as `decoder` | f32 |
-//! | | `base_clip`, of `learned` with learned clip factors of the base quantizer | `[layers, kv_heads]` | f32 |
+//! | | `base_clip`, of `learned` with learned clip factors of the base quantizer | `[layers, kv_heads]`, or `[layers, kv_heads, head_dim]` of `klt` | f32 |
+//! | | `base_analysis` (E), `base_synthesis` (F), of `learned` with learned transforms of a base quantizer `klt` | `[layers, kv_heads, head_dim, head_dim]` | f32 |
 //! | | `clip` (ρ), of `learned` with learned clip factors | `[layers, side_heads, rank]`, or `[layers, side_heads, 1]` with `scales=token` | f32 |
+//!
+//! E and F change the coefficients y that `klt` codes, and ŷ that it reads, in units of their calibrated standard deviations D:
+//! D (I + E) D⁻¹ y is coded, and D (I + F) D⁻¹ ŷ read ([`headq::transform`]). They and the factors of `klt` mean nothing without the
+//! statistics that they were trained with, whose hash is `calibration` in the header; others are refused.
 //!
 //! q and k are post-RoPE; e = k − B_b(k) over whole groups of coded tokens; `count` is n, `sum` is Σx and `outer` is Σxxᵀ.
 //!
@@ -42,9 +47,9 @@ use burn::module::{Module, Param};
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_store::{ModuleSnapshot, SafetensorsStore};
 use half::f16;
-use headq::basis::{Basis, TrainedSide};
+use headq::basis::{Basis, TrainedSide, TrainedTransform};
 use headq::quant::clip_width;
-use headq::scheme::{BaseScheme, Family, Scope, SideScales};
+use headq::scheme::{BaseScheme, Family, Metric, Quantizer, Scope, SideScales};
 use headq::stats::{GradientMoments, LayerStats, Moments, Sample};
 use headq_models::Fingerprint;
 use nalgebra::{DMatrix, DVector};
@@ -112,12 +117,15 @@ pub struct BasisHeader {
     /// What shares a scale among those side codes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub scales: Option<String>,
+    /// Where parts of the transforms of `klt` were trained, the statistics that these are of ([`StatsArtifact::calibration_of`]).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub calibration: Option<String>,
 }
 
 impl BasisHeader {
     /// Of a closed form.
     pub fn derived(family: Family, rank: usize, scope: Scope, seed: u64) -> Self {
-        Self { family, rank, scope: scope.to_string(), seed, loss: None, bits: None, scales: None }
+        Self { family, rank, scope: scope.to_string(), seed, loss: None, bits: None, scales: None, calibration: None }
     }
 }
 
@@ -137,6 +145,56 @@ pub struct BasisArtifact {
     pub header: Header,
     /// Encoders and decoders.
     pub basis: Basis,
+}
+
+/// What an artifact file says of itself.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Outline {
+    /// Its header.
+    pub header: Header,
+    /// Its tensors by name.
+    pub tensors: Vec<TensorOutline>,
+}
+
+/// A tensor of an artifact.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct TensorOutline {
+    /// Name.
+    pub name: String,
+    /// Element type, as safetensors call it.
+    pub dtype: String,
+    /// Shape.
+    pub shape: Vec<usize>,
+}
+
+impl Outline {
+    /// Of an artifact of any kind; `None` where a file is none. What tensors hold is not looked at, only that the artifact is read.
+    ///
+    /// # Errors
+    /// As [`StatsArtifact::load`] and [`BasisArtifact::load`].
+    pub fn of(path: &Path) -> Result<Option<Self>, LabError> {
+        let Some(kind) = std::fs::read(path).ok().as_deref().and_then(kind_of) else { return Ok(None) };
+        let header = match kind.as_str() {
+            "statistics" => StatsArtifact::load(path)?.header,
+            _ => BasisArtifact::load(path)?.header,
+        };
+        let bytes = read(path, BASIS)?;
+        let tensors = SafeTensors::deserialize(&bytes).map_err(|e| artifact_error(path, e.to_string()))?;
+        let outline = |(name, t): (String, TensorView)| {
+            let (dtype, shape) = (format!("{:?}", t.dtype()), t.shape().to_vec());
+            TensorOutline { name, dtype, shape }
+        };
+        let mut tensors: Vec<TensorOutline> = tensors.tensors().into_iter().map(outline).collect();
+        tensors.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(Some(Self { header, tensors }))
+    }
+}
+
+/// What the header of an artifact's bytes says that it is; `None` where they are no artifact.
+fn kind_of(bytes: &[u8]) -> Option<String> {
+    let (_, metadata) = SafeTensors::read_metadata(bytes).ok()?;
+    let header: serde_json::Value = serde_json::from_str(metadata.metadata().as_ref()?.get(HEADER)?).ok()?;
+    header["kind"].as_str().map(str::to_owned)
 }
 
 /// How names of temporary files begin and end.
@@ -210,10 +268,7 @@ impl Output {
             }
             Output::Plot => return bytes.starts_with(b"<svg ") && bytes.windows(10).any(|w| w == b"--series-0"),
         };
-        let header =
-            SafeTensors::read_metadata(&bytes).ok().and_then(|(_, m)| m.metadata().as_ref()?.get(HEADER).cloned());
-        let header: Option<serde_json::Value> = header.and_then(|h| serde_json::from_str(&h).ok());
-        header.is_some_and(|h| h["kind"] == kind)
+        kind_of(&bytes).is_some_and(|found| found == kind)
     }
 }
 
@@ -266,7 +321,47 @@ struct Stack {
     decoder: Param<Tensor<4>>,
     encoder: Option<Param<Tensor<4>>>,
     clip: Option<Param<Tensor<3>>>,
-    base_clip: Option<Param<Tensor<2>>>,
+    base_clip: Option<BaseClip>,
+    base_analysis: Option<Param<Tensor<4>>>,
+    base_synthesis: Option<Param<Tensor<4>>>,
+}
+
+/// Clip factors of the base quantizer. Which of them is no part of the tensor's name.
+#[derive(Module, Debug)]
+enum BaseClip {
+    /// `[layers, kv_heads]`
+    Heads(Param<Tensor<2>>),
+    /// `[layers, kv_heads, head_dim]`
+    Coefficients(Param<Tensor<3>>),
+}
+
+impl BaseClip {
+    fn of(factors: Vec<f32>, [layers, heads]: [usize; 2]) -> Self {
+        match factors.len() / (layers * heads) {
+            1 => Self::Heads(parameter(factors, [layers, heads])),
+            width => Self::Coefficients(parameter(factors, [layers, heads, width])),
+        }
+    }
+
+    fn host(&self) -> Vec<f32> {
+        match self {
+            Self::Heads(x) => host(x.val()),
+            Self::Coefficients(x) => host(x.val()),
+        }
+    }
+}
+
+/// What a file has beside U.
+#[derive(Debug, Clone, Copy)]
+struct Extent {
+    /// Whether W = U.
+    tied: bool,
+    /// Clip factors of each side head.
+    clip: Option<usize>,
+    /// Clip factors of the base quantizer for each KV head.
+    base_clip: Option<usize>,
+    /// Whether there are E and F.
+    transform: bool,
 }
 
 impl Stack {
@@ -274,35 +369,33 @@ impl Stack {
         let Basis { layers, side_heads, head_dim, rank, .. } = *basis;
         let matrix = |x: &Vec<f32>| parameter(x.clone(), [layers, side_heads, head_dim, rank]);
         let clip = |t: &TrainedSide| Some(parameter(t.clip.clone()?, [layers, side_heads, clip_width(t.scales, rank)]));
-        let base_clip = |t: &TrainedSide| {
-            let factors = t.base_clip.clone()?;
-            let heads = factors.len() / layers;
-            Some(parameter(factors, [layers, heads]))
-        };
+        let trained = basis.trained.as_ref();
+        let transform = trained.and_then(|t| t.base_transform.as_ref());
+        let square = |x: &Vec<f32>| parameter(x.clone(), [layers, side_heads, head_dim, head_dim]);
         Self {
             decoder: matrix(&basis.decoder),
             encoder: basis.encoder.as_ref().map(matrix),
-            clip: basis.trained.as_ref().and_then(clip),
-            base_clip: basis.trained.as_ref().and_then(base_clip),
+            clip: trained.and_then(clip),
+            base_clip: trained.and_then(|t| Some(BaseClip::of(t.base_clip.clone()?, [layers, side_heads]))),
+            base_analysis: transform.map(|t| square(&t.analysis)),
+            base_synthesis: transform.map(|t| square(&t.synthesis)),
         }
     }
 
-    /// Room for `[layers, side_heads, head_dim, rank]`, with so many clip factors for each head, and one of the base quantizer for so
-    /// many KV heads.
-    fn zeros(
-        shape @ [layers, side_heads, ..]: [usize; 4],
-        tied: bool,
-        clip: Option<usize>,
-        base_clip: Option<usize>,
-    ) -> Self {
+    /// Room for `[layers, side_heads, head_dim, rank]` and what is beside it.
+    fn zeros(shape @ [layers, side_heads, head_dim, _]: [usize; 4], extent: Extent) -> Self {
         let matrix = || parameter(vec![0.0; shape.iter().product()], shape);
         let factors = |width: usize| parameter(vec![0.0; layers * side_heads * width], [layers, side_heads, width]);
-        let base = |kv_heads: usize| parameter(vec![0.0; layers * kv_heads], [layers, kv_heads]);
+        let base = |width: usize| BaseClip::of(vec![0.0; layers * side_heads * width], [layers, side_heads]);
+        let squares = [layers, side_heads, head_dim, head_dim];
+        let square = || extent.transform.then(|| parameter(vec![0.0; squares.iter().product()], squares));
         Self {
             decoder: matrix(),
-            encoder: (!tied).then(matrix),
-            clip: clip.map(factors),
-            base_clip: base_clip.map(base),
+            encoder: (!extent.tied).then(matrix),
+            clip: extent.clip.map(factors),
+            base_clip: extent.base_clip.map(base),
+            base_analysis: square(),
+            base_synthesis: square(),
         }
     }
 }
@@ -394,9 +487,31 @@ impl<'a> File<'a> {
         self.finite(name, values.all(f32::is_finite))
     }
 
+    /// Clip factors of the base quantizer for each KV head, and whether there are E and F, both as far as the base quantizer of the header
+    /// has them.
+    fn base_extent(&self, scope: Scope) -> Result<(Option<usize>, bool), LabError> {
+        let names =
+            ["base_clip", "base_analysis", "base_synthesis"].map(|name| (name, self.tensors.tensor(name).is_ok()));
+        let Some((name, _)) = names.iter().find(|(_, there)| *there) else { return Ok((None, false)) };
+        if scope == Scope::QueryHead {
+            let reason = format!("tensor '{name}' comes with scope kv-head, and its header says query-head");
+            return Err(artifact_error(self.path, reason));
+        }
+        let base: BaseScheme =
+            self.header.base.parse().map_err(|e| artifact_error(self.path, format!("its header: {e}")))?;
+        let [clip, transform] = [names[0].1, names[1].1 || names[2].1];
+        let width = base.clip_factors(self.header.model.head_dim);
+        if (clip && width.is_none()) || (transform && base.quantizer != Quantizer::Klt) {
+            let name = if clip && width.is_none() { "base_clip" } else { "base_analysis" };
+            let reason = format!("tensor '{name}' is nothing that the base quantizer of its header, {base}, can learn");
+            return Err(artifact_error(self.path, reason));
+        }
+        Ok((width.filter(|_| clip), transform))
+    }
+
     /// Reads the parameters of a module.
     fn fill(&self, stack: &mut Stack) -> Result<(), LabError> {
-        let mut store = SafetensorsStore::from_bytes(Some(self.bytes.to_vec()));
+        let mut store = SafetensorsStore::from_bytes(Some(self.bytes.to_vec())).skip_enum_variants(true);
         stack.load_from(&mut store).map(drop).map_err(|e| artifact_error(self.path, e.to_string()))
     }
 
@@ -505,6 +620,23 @@ impl StatsArtifact {
         Tensors(tensors).write(path, &self.header)
     }
 
+    /// SHA-256 of everything that the transforms of keys under `base` are made from: moments of queries and keys, of gradients where errors
+    /// are measured by them, and the sample of keys.
+    pub fn calibration_of(&self, base: &BaseScheme) -> String {
+        use sha2::{Digest, Sha256};
+        let mut hash = Sha256::new();
+        for layer in &self.layers {
+            let gradients = layer.gradients.iter().filter(|_| base.metric == Metric::Fisher).flat_map(|g| &g.k);
+            for moments in layer.q.iter().chain(&layer.k).chain(gradients) {
+                hash.update(moments.n.to_le_bytes());
+                moments.sum.iter().chain(moments.outer.iter()).for_each(|v| hash.update(v.to_le_bytes()));
+            }
+            let rows = layer.sample.iter().flat_map(|sample| &sample.k).flatten();
+            rows.for_each(|v| hash.update(v.to_le_bytes()));
+        }
+        crate::text::hex(&hash.finalize())
+    }
+
     /// Reads and checks statistics.
     ///
     /// # Errors
@@ -573,7 +705,8 @@ impl BasisArtifact {
     pub fn save(&self, path: &Path) -> Result<(), LabError> {
         let json = header_json(path, &self.header)?;
         // One entry of metadata: several would come in an order of their own in each file.
-        let mut store = SafetensorsStore::from_bytes(None).clear_metadata().metadata(HEADER, json);
+        let mut store =
+            SafetensorsStore::from_bytes(None).skip_enum_variants(true).clear_metadata().metadata(HEADER, json);
         let bytes = Stack::of(&self.basis).save_into(&mut store).and_then(|()| store.get_bytes());
         write_atomic(path, &bytes.map_err(|e| artifact_error(path, e.to_string()))?)
     }
@@ -598,7 +731,10 @@ impl BasisArtifact {
         let scales = scales.transpose().map_err(|e| artifact_error(path, format!("side scales {e}")))?;
         let side = about.bits.zip(scales);
         let clip = side.filter(|_| has("clip")).map(|(_, scales)| clip_width(scales, about.rank));
-        let base_clip = side.filter(|_| has("base_clip")).map(|_| model.kv_heads);
+        let (base_clip, transform) = match side {
+            Some(_) => file.base_extent(scope)?,
+            None => (None, false),
+        };
         // Before there is room for them: a header may say anything.
         let matrix = [model.layers, side_heads, model.head_dim, about.rank];
         file.check_floats("decoder", &matrix)?;
@@ -608,12 +744,20 @@ impl BasisArtifact {
         if let Some(width) = clip {
             file.check_floats("clip", &[model.layers, side_heads, width])?;
         }
-        if let Some(kv_heads) = base_clip {
-            file.check_floats("base_clip", &[model.layers, kv_heads])?;
+        match base_clip {
+            None => {}
+            Some(1) => file.check_floats("base_clip", &[model.layers, model.kv_heads])?,
+            Some(width) => file.check_floats("base_clip", &[model.layers, model.kv_heads, width])?,
         }
-        let mut stack = Stack::zeros(matrix, tied, clip, base_clip);
+        if transform {
+            let square = [model.layers, model.kv_heads, model.head_dim, model.head_dim];
+            file.check_floats("base_analysis", &square)?;
+            file.check_floats("base_synthesis", &square)?;
+        }
+        let mut stack = Stack::zeros(matrix, Extent { tied, clip, base_clip, transform });
         file.fill(&mut stack)?;
-        let Stack { decoder, encoder, clip, base_clip } = stack;
+        let Stack { decoder, encoder, clip, base_clip, base_analysis, base_synthesis } = stack;
+        let transform = base_analysis.zip(base_synthesis);
         let basis = Basis {
             family: about.family,
             scope,
@@ -627,7 +771,9 @@ impl BasisArtifact {
                 bits,
                 scales,
                 clip: clip.map(|c| host(c.val())),
-                base_clip: base_clip.map(|c| host(c.val())),
+                base_clip: base_clip.map(|c| c.host()),
+                base_transform: transform
+                    .map(|(e, f)| TrainedTransform { analysis: host(e.val()), synthesis: host(f.val()) }),
             }),
         };
         Ok(Self { header: file.header, basis })

@@ -140,6 +140,35 @@ impl Sources {
     /// Statistics of keys and queries, which are the same whatever base quantizer was calibrated; of several, those that were
     /// calibrated for the scheme's own residuals.
     pub(crate) fn key_statistics(&self, scheme: &Scheme) -> Result<KeyStatistics, LabError> {
+        let (path, artifact) = self.statistics_for(scheme)?;
+        let found = KeyStatistics::of(&artifact.layers).and_then(|keys| keys.check(scheme).map(|()| keys));
+        found.map_err(|e| LabError::Artifact { path: path.clone(), reason: e.to_string() })
+    }
+
+    /// Fails where a basis has learned parts of the transforms of other statistics than those that a scheme is given.
+    ///
+    /// # Errors
+    /// [`LabError::Artifact`] naming both files.
+    pub(crate) fn check_calibration(
+        &self,
+        path: &Path,
+        artifact: &BasisArtifact,
+        scheme: &Scheme,
+    ) -> Result<(), LabError> {
+        let trained_with = artifact.header.basis.as_ref().and_then(|basis| basis.calibration.as_ref());
+        let Some((key, trained_with)) = scheme.key.zip(trained_with) else { return Ok(()) };
+        let (found, statistics) = self.statistics_for(scheme)?;
+        if statistics.calibration_of(&key.base) == *trained_with {
+            return Ok(());
+        }
+        let reason = format!(
+            "{} was trained with the transforms of other statistics; give those that it was trained with",
+            path.display()
+        );
+        Err(LabError::Artifact { path: found.clone(), reason })
+    }
+
+    fn statistics_for(&self, scheme: &Scheme) -> Result<&(std::path::PathBuf, StatsArtifact), LabError> {
         let own = |artifact: &StatsArtifact| {
             let made: Option<BaseScheme> = artifact.header.base.parse().ok();
             scheme.key.zip(made).is_some_and(|(key, made)| made.same_residuals(&key.base))
@@ -148,16 +177,14 @@ impl Sources {
         let fits = |a: &StatsArtifact| !scheme.needs_gradients() || a.layers.iter().all(|l| l.gradients.is_some());
         let all = || self.stats.iter();
         let found = all().find(|(_, a)| own(a) && fits(a)).or(all().find(|(_, a)| fits(a))).or(self.stats.first());
-        let Some((path, artifact)) = found else {
+        found.ok_or_else(|| {
             let base = scheme.key.map_or(String::new(), |key| format!(" --base '{}'", key.base));
             let gradients = if scheme.needs_gradients() { " --gradients" } else { "" };
-            return Err(LabError::Usage(format!(
+            LabError::Usage(format!(
                 "scheme '{scheme}' needs statistics of keys and queries: run `headq calibrate MODEL --text FILE{base}{gradients} \
                  --out STATS` and give --stats STATS"
-            )));
-        };
-        let found = KeyStatistics::of(&artifact.layers).and_then(|keys| keys.check(scheme).map(|()| keys));
-        found.map_err(|e| LabError::Artifact { path: path.clone(), reason: e.to_string() })
+            ))
+        })
     }
 
     /// Plans several schemes; a basis artifact that none of them can use is an error.
@@ -199,7 +226,10 @@ impl Sources {
         let mut reasons = Vec::new();
         for (path, artifact) in &self.bases {
             match artifact_agrees(artifact, base, side, config) {
-                Ok(()) => return Ok(artifact.basis.clone()),
+                Ok(()) => {
+                    self.check_calibration(path, artifact, scheme)?;
+                    return Ok(artifact.basis.clone());
+                }
                 Err(reason) => reasons.push(format!("{}: {reason}", path.display())),
             }
         }

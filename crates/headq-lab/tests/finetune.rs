@@ -1,15 +1,16 @@
 //! Fine-tuning as a library: what it says of settings and heads of which little is to be expected, and what it never saves.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use burn::tensor::{Device, Distribution, Tensor, TensorData};
 use headq::correction::Parts;
 use headq::scheme::{BaseScheme, Scheme};
 use headq::{Basis, Correction, HeadqAttention};
-use headq_lab::artifact::BasisArtifact;
+use headq_lab::artifact::{BasisArtifact, StatsArtifact};
 use headq_lab::finetune::{Finetuned, METRICS, Request, SUMMARY, Settings, Stopped, Summary};
 use headq_lab::text::{TextInfo, Windows};
-use headq_lab::{LabError, Silent, calibrate};
+use headq_lab::{LabError, Observer, Silent, calibrate};
 use headq_models::{LoadOptions, LoadedModel, load};
 use safetensors::SafeTensors;
 use safetensors::tensor::{Dtype, TensorView};
@@ -85,9 +86,25 @@ fn finetune(
     state: &Path,
 ) -> Result<Finetuned, LabError> {
     let scheme: Scheme = scheme.parse()?;
-    let base: BaseScheme = scheme.key.expect("keys are coded").base;
-    let (train, held_out, calibration) = (windows(train, 1), windows(2, 1), windows(4, 3));
-    let stats = calibrate(&loaded.model, &loaded.fingerprint, &calibration, false, base, None, 1, &Silent)?;
+    let stats = calibrated(loaded, scheme.key.expect("keys are coded").base)?;
+    finetune_with(loaded, scheme, &stats, train, settings, state, &Silent)
+}
+
+fn calibrated(loaded: &LoadedModel, base: BaseScheme) -> Result<StatsArtifact, LabError> {
+    calibrate(&loaded.model, &loaded.fingerprint, &windows(4, 3), false, base, None, 1, &Silent)
+}
+
+/// The same from any statistics, watched.
+fn finetune_with(
+    loaded: &LoadedModel,
+    scheme: Scheme,
+    stats: &StatsArtifact,
+    train: usize,
+    settings: &Settings,
+    state: &Path,
+    observer: &dyn Observer,
+) -> Result<Finetuned, LabError> {
+    let (train, held_out) = (windows(train, 1), windows(2, 1));
     let request = Request {
         model: &loaded.model,
         fingerprint: &loaded.fingerprint,
@@ -97,13 +114,13 @@ fn finetune(
         train: &train,
         held_out: &held_out,
         add_bos: false,
-        stats: &stats,
+        stats,
         scheme,
         settings,
         seed: 3,
         threads: 1,
     };
-    request.run(state, &Silent)
+    request.run(state, observer)
 }
 
 /// A temporary folder, and one for the state in it.
@@ -243,6 +260,224 @@ fn clip_factors_of_the_base_quantizer_come_with_the_basis() {
     let shared = unable("kivi-2(g=8,r=4)+learned(rank=2,bits=3,scope=query-head)");
     assert!(shared.contains("scope=kv-head"), "{shared}");
     assert!(!state.exists());
+}
+
+/// Transforms of `klt` and factors of its coefficients are trained under every loss, kept with the basis, and used wherever it is.
+#[test]
+fn transforms_of_the_base_quantizer_come_with_the_basis() {
+    let (folder, state) = folders();
+    let loaded = model(folder.path(), |_, _, _| ());
+    for (loss, scheme) in [
+        ("kl", "klt-2(g=8,r=4,sinks=0)+learned(rank=2,bits=3)"),
+        ("fisher", "klt-1.5(g=8,r=4,sinks=0,ranges=static)+learned(rank=2,bits=3)"),
+        ("score", "klt-1.5(g=8,r=4,sinks=0,ranges=lloyd)+learned(rank=2,bits=3,scales=token)"),
+        ("logits", "klt-2(g=8,r=4,sinks=0)+learned(rank=2,bits=3)"),
+    ] {
+        for train_base_clip in [true, false] {
+            let state = state.with_extension(format!("{loss}{train_base_clip}"));
+            let settings = Settings { train_transform: true, train_base_clip, loss: loss.into(), ..settings() };
+            let made = finetune(&loaded, scheme, 4, &settings, &state).expect("klt has a transform");
+            assert!(made.held_out.1 < made.held_out.0, "{loss}: {:?}", made.held_out);
+            let path = folder.path().join("basis.safetensors");
+            made.artifact.save(&path).expect("the folder can be written");
+            let first = std::fs::read(&path).expect("it was written");
+            let loaded_again = BasisArtifact::load(&path).expect("it is whole");
+            assert_eq!(loaded_again.basis, made.artifact.basis);
+            loaded_again.save(&path).expect("the folder can be written");
+            assert_eq!(std::fs::read(&path).expect("it was written"), first, "equal artifacts have equal bytes");
+            let trained = loaded_again.basis.trained.as_ref().expect("it is learned");
+            let factors = trained.base_clip.as_ref();
+            assert_eq!(factors.map(Vec::len), train_base_clip.then_some(3 * HEADS * WIDTH));
+            assert!(factors.into_iter().flatten().all(|f| (0.25..=4.0).contains(f)));
+            let transform = trained.base_transform.as_ref().expect("it was trained");
+            for matrices in [&transform.analysis, &transform.synthesis] {
+                assert_eq!(matrices.len(), 3 * HEADS * WIDTH * WIDTH);
+                assert!(matrices.iter().all(|v| v.is_finite()) && matrices.iter().any(|v| *v != 0.0), "{loss}");
+            }
+            assert!(loaded_again.header.basis.expect("it is a basis").calibration.is_some());
+        }
+    }
+    let unable = |scheme: &str, settings: Settings| {
+        finetune(&loaded, scheme, 4, &settings, &state).expect_err("it has none to train").to_string()
+    };
+    let transform = || Settings { train_transform: true, ..settings() };
+    let kivi = unable(SCHEME, transform());
+    assert!(kivi.contains("train_transform: kivi-2") && kivi.contains("klt has"), "{kivi}");
+    let shared = "klt-2(g=8,r=4)+learned(rank=2,bits=3,scope=query-head)";
+    for (name, settings) in
+        [("train_transform", transform()), ("train_base_clip", Settings { train_base_clip: true, ..settings() })]
+    {
+        let error = unable(shared, settings);
+        assert!(error.contains(name) && error.contains("scope=kv-head"), "{error}");
+    }
+    assert!(!state.exists());
+}
+
+/// Constant keys have coefficients of no variance, and silent queries a metric of nothing.
+#[test]
+fn transforms_of_degenerate_heads_stay_as_they_are() {
+    let (folder, state) = folders();
+    let loaded = model(folder.path(), |layer, weights, biases| match layer {
+        0 => silence(0, 1, weights, biases, |_| 0.0),
+        1 => silence(1, 2, weights, biases, |i| 0.3 - 0.05 * i as f32),
+        _ => {}
+    });
+    for (loss, ranges) in [("kl", "group"), ("score", "lloyd"), ("logits", "static")] {
+        let scheme = format!("klt-2(g=8,r=4,sinks=0,ranges={ranges})+learned(rank=2,bits=3)");
+        let settings = Settings { train_transform: true, train_base_clip: true, loss: loss.into(), ..settings() };
+        let made = finetune(&loaded, &scheme, 4, &settings, &state.with_extension(loss)).expect("they do no harm");
+        assert_finite(&made.artifact.basis);
+        assert!(warned(&made, "layer 0 head 1; layer 1 head 2"), "{loss}: {:?}", made.summary.warnings);
+        let trained = made.artifact.basis.trained.as_ref().expect("it is learned");
+        let (clip, transform) = (trained.base_clip.as_ref(), trained.base_transform.as_ref());
+        let (clip, transform) = (clip.expect("it was trained"), transform.expect("it was trained"));
+        let matrices = [&transform.analysis, &transform.synthesis];
+        assert!(clip.iter().chain(matrices.into_iter().flatten()).all(|v| v.is_finite()), "{loss}");
+        let of = |x: &[f32], layer: usize, head: usize| {
+            let size = x.len() / (3 * HEADS);
+            x[(layer * HEADS + head) * size..][..size].to_vec()
+        };
+        for (layer, head) in [(0, 1), (1, 2)] {
+            assert!(of(clip, layer, head).iter().all(|v| *v == 1.0), "{loss}: layer {layer}, head {head}");
+            assert!(matrices.iter().all(|x| of(x, layer, head).iter().all(|v| *v == 0.0)), "{loss}");
+        }
+        assert!(matrices.iter().all(|x| of(x, 2, 0).iter().any(|v| *v != 0.0)), "{loss}");
+    }
+}
+
+/// Heads that are given the statistics of other heads have transforms that fit nothing: what training them gains is much more than what the
+/// correction alone can make up for.
+#[test]
+fn training_makes_up_for_the_transforms_of_other_heads() {
+    let (folder, state) = folders();
+    let loaded = model(folder.path(), |_, _, _| ());
+    let scheme: Scheme = "klt-1.5(g=8,r=4,sinks=0)+learned(rank=2,bits=3)".parse().expect("the scheme is well formed");
+    let mut stats = calibrated(&loaded, scheme.key.expect("keys are coded").base).expect("there are keys");
+    for layer in &mut stats.layers {
+        layer.k.rotate_left(1);
+        layer.q.rotate_left(2);
+        layer.sample = None;
+    }
+    let run = |name: &str, train: bool| {
+        let settings = Settings {
+            train_transform: train,
+            train_base_clip: train,
+            steps: 60,
+            measure_every: 10,
+            lr: 0.01,
+            ..settings()
+        };
+        let state = state.with_extension(name);
+        finetune_with(&loaded, scheme, &stats, 4, &settings, &state, &Silent).expect("as ever").held_out
+    };
+    let (without, with) = (run("without", false), run("with", true));
+    assert!((with.0 / without.0 - 1.0).abs() < 1e-4, "both begin with {with:?} and {without:?}");
+    assert!(with.1 < 0.8 * without.1, "{with:?} and {without:?}");
+}
+
+/// Stops at the so-many-th opportunity.
+struct Impatient(AtomicUsize);
+
+impl Observer for Impatient {
+    fn begin(&self, _: &str, _: usize) {}
+    fn step(&self) {}
+    fn end(&self) {}
+    fn cancelled(&self) -> bool {
+        self.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1)).is_err()
+    }
+}
+
+#[test]
+fn interrupted_training_of_transforms_comes_to_the_same() {
+    let (folder, state) = folders();
+    let loaded = model(folder.path(), |_, _, _| ());
+    let scheme: Scheme = "klt-2(g=8,r=4,sinks=0)+learned(rank=2,bits=3)".parse().expect("the scheme is well formed");
+    let stats = calibrated(&loaded, scheme.key.expect("keys are coded").base).expect("there are keys");
+    // The first looks for interruptions in its dense passes, too.
+    for (loss, patience) in [("kl", 11), ("logits", 5)] {
+        let settings = Settings { train_transform: true, train_base_clip: true, loss: loss.into(), ..settings() };
+        let run = |name: &str, observer: &dyn Observer| {
+            let state = state.with_extension(format!("{loss}-{name}"));
+            finetune_with(&loaded, scheme, &stats, 4, &settings, &state, observer)
+        };
+        let whole = run("whole", &Silent).expect("as ever");
+        let mut interruptions = 0;
+        let parts = loop {
+            match run("parts", &Impatient(AtomicUsize::new(patience))) {
+                Ok(made) => break made,
+                Err(LabError::Interrupted) => interruptions += 1,
+                Err(other) => panic!("{other}"),
+            }
+            assert!(interruptions < 50, "it goes on from where it was");
+        };
+        assert!(interruptions > 1, "{loss}: {interruptions}");
+        assert_eq!(parts.artifact, whole.artifact, "{loss}");
+        assert_eq!(parts.measurements, whole.measurements, "{loss}");
+    }
+}
+
+/// Files whose tensors of the base quantizer are not what their header says.
+#[test]
+fn tensors_of_the_base_quantizer_are_checked() {
+    let (folder, state) = folders();
+    let loaded = model(folder.path(), |_, _, _| ());
+    let path = folder.path().join("basis.safetensors");
+    let make = |scheme: &str, train_transform: bool, name: &str| {
+        let settings = Settings { train_transform, train_base_clip: true, steps: 1, ..settings() };
+        let made = finetune(&loaded, scheme, 4, &settings, &state.with_extension(name)).expect("as ever");
+        made.artifact.save(&path).expect("the folder can be written");
+        std::fs::read(&path).expect("it was written")
+    };
+    type Tensors = std::collections::BTreeMap<String, (Vec<usize>, Vec<u8>)>;
+    let refused = |bytes: &[u8], edit: &dyn Fn(&mut Tensors, &mut String), needles: &[&str]| {
+        let (_, metadata) = SafeTensors::read_metadata(bytes).expect("it is whole");
+        let mut header = metadata.metadata().as_ref().expect("it has a header")["headq"].clone();
+        let file = SafeTensors::deserialize(bytes).expect("it is whole");
+        let own = |(name, t): (String, TensorView)| (name, (t.shape().to_vec(), t.data().to_vec()));
+        let mut tensors: Tensors = file.tensors().into_iter().map(own).collect();
+        edit(&mut tensors, &mut header);
+        let views = tensors
+            .iter()
+            .map(|(name, (shape, data))| (name, TensorView::new(Dtype::F32, shape.clone(), data).expect("of f32")));
+        let metadata = std::collections::HashMap::from([("headq".to_string(), header)]);
+        std::fs::write(&path, safetensors::serialize(views, Some(metadata)).expect("it can be written"))
+            .expect("written");
+        let error = BasisArtifact::load(&path).map(drop).expect_err("it is refused").to_string();
+        assert_eq!(error.lines().count(), 1, "{error}");
+        assert!(error.contains("basis.safetensors") && needles.iter().all(|n| error.contains(n)), "{error}");
+    };
+    let zeros = |shape: &[usize]| (shape.to_vec(), vec![0u8; 4 * shape.iter().product::<usize>()]);
+    let klt = make("klt-2(g=8,r=4)+learned(rank=2,bits=3)", true, "klt");
+    refused(
+        &klt,
+        &|t, _| drop(t.insert("base_clip".into(), zeros(&[3, HEADS]))),
+        &["'base_clip'", "[3, 4, 16]", "[3, 4]"],
+    );
+    refused(&klt, &|t, _| drop(t.remove("base_synthesis")), &["'base_synthesis' is missing"]);
+    refused(&klt, &|t, _| drop(t.remove("base_analysis")), &["'base_analysis' is missing"]);
+    refused(
+        &klt,
+        &|t, _| drop(t.insert("base_analysis".into(), zeros(&[3, HEADS, 16]))),
+        &["'base_analysis'", "[3, 4, 16, 16]"],
+    );
+    let nan = |t: &mut Tensors| {
+        t.get_mut("base_synthesis").expect("it is there").1[..4].copy_from_slice(&f32::NAN.to_le_bytes())
+    };
+    refused(&klt, &|t, _| nan(t), &["'base_synthesis' holds NaN"]);
+    let rename = |header: &mut String, from: &str, to: &str| {
+        assert!(header.contains(from), "{header}");
+        *header = header.replacen(from, to, 1);
+    };
+    refused(&klt, &|_, h| rename(h, "\"klt-2(", "\"rotated-2("), &["'base_clip'", "rotated-2", "can learn"]);
+    refused(&klt, &|_, h| rename(h, "\"kv-head\"", "\"query-head\""), &["'base_clip'", "scope kv-head"]);
+    let kivi = make(SCHEME, false, "kivi");
+    refused(&kivi, &|t, _| drop(t.insert("base_clip".into(), zeros(&[3, HEADS, 16]))), &["'base_clip'", "[3, 4]"]);
+    let square = || zeros(&[3, HEADS, 16, 16]);
+    refused(
+        &kivi,
+        &|t, _| drop(t.insert("base_analysis".into(), square())),
+        &["'base_analysis'", "kivi-2", "can learn"],
+    );
 }
 
 #[test]

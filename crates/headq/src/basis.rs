@@ -12,7 +12,7 @@ use rayon::prelude::*;
 
 use crate::Error;
 use crate::correction::{Correction, Parts};
-use crate::quant::{BaseQuantizer, clip_width, plain};
+use crate::quant::{BaseParts, BaseQuantizer, clip_width, plain};
 use crate::scheme::{Family, Scope, SideScales, SideScheme};
 use crate::stats::{LayerStats, Moments};
 
@@ -51,9 +51,20 @@ pub struct TrainedSide {
     pub scales: SideScales,
     /// Clip factors ρ ([`crate::quant::side_read_back`]): `[layers, side_heads, clip_width]`, row-major; `None` is 1 throughout.
     pub clip: Option<Vec<f32>>,
-    /// Clip factors of the base quantizer ([`crate::quant::BaseQuantizer::with_clip`]): `[layers, kv_heads]`, row-major; `None` is 1
-    /// throughout. Where there are some, keys are coded with them.
+    /// Clip factors of the base quantizer ([`BaseParts::clip`]): `[layers, kv_heads]`, of `klt` `[layers, kv_heads, head_dim]`, row-major;
+    /// `None` is 1 throughout. Where there are some, keys are coded with them. They come with bases per KV head only.
     pub base_clip: Option<Vec<f32>>,
+    /// E and F of a base quantizer `klt` ([`BaseParts::transform`]), in the same way.
+    pub base_transform: Option<TrainedTransform>,
+}
+
+/// What was trained of the transforms of a base quantizer `klt`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TrainedTransform {
+    /// E: `[layers, kv_heads, head_dim, head_dim]`, row-major.
+    pub analysis: Vec<f32>,
+    /// F, as `analysis`.
+    pub synthesis: Vec<f32>,
 }
 
 impl Basis {
@@ -134,14 +145,23 @@ impl Basis {
                 scales: side.scales,
                 clip: join(&|p| p.clip.clone()),
                 base_clip: None,
+                base_transform: None,
             }),
         }
     }
 
-    /// A learned basis with the clip factors of the base quantizer that it was trained with, `[layers, kv_heads]`.
+    /// A learned basis with the clip factors of the base quantizer that it was trained with, as [`TrainedSide::base_clip`].
     pub fn with_base_clip(mut self, base_clip: Option<Vec<f32>>) -> Self {
         if let Some(trained) = &mut self.trained {
             trained.base_clip = base_clip;
+        }
+        self
+    }
+
+    /// A learned basis with the transforms of the base quantizer that it was trained with.
+    pub fn with_base_transform(mut self, base_transform: Option<TrainedTransform>) -> Self {
+        if let Some(trained) = &mut self.trained {
+            trained.base_transform = base_transform;
         }
         self
     }
@@ -243,19 +263,33 @@ impl Basis {
         Some(TensorData::new(factors, [self.side_heads, 1, width]))
     }
 
-    /// Clip factors of one layer's base quantizer: `[kv_heads, 1, 1]`; `None` where none were learned.
-    pub fn base_clip_of(&self, layer: usize) -> Option<TensorData> {
-        let all = self.trained.as_ref()?.base_clip.as_ref()?;
-        let heads = all.len() / self.layers;
-        Some(TensorData::new(all[layer * heads..(layer + 1) * heads].to_vec(), [heads, 1, 1]))
+    /// Whether anything of the base quantizer was learned, so that residuals are the basis's own.
+    pub fn changes_base(&self) -> bool {
+        self.trained.as_ref().is_some_and(|t| t.base_clip.is_some() || t.base_transform.is_some())
     }
 
-    /// A base quantizer of one layer with the clip factors that were learned for it, or as it is.
+    /// Clip factors of one layer's base quantizer: `[kv_heads, 1, 1]`, of `klt` `[kv_heads, 1, head_dim]`; `None` where none were learned.
+    pub fn base_clip_of(&self, layer: usize) -> Option<TensorData> {
+        let all = self.trained.as_ref()?.base_clip.as_ref()?;
+        let (heads, size) = (self.side_heads, all.len() / self.layers);
+        Some(TensorData::new(all[layer * size..(layer + 1) * size].to_vec(), [heads, 1, size / heads]))
+    }
+
+    /// E and F of one layer's base quantizer: `[kv_heads, head_dim, head_dim]` each; `None` where none were learned.
+    pub fn base_transform_of(&self, layer: usize) -> Option<[TensorData; 2]> {
+        let TrainedTransform { analysis, synthesis } = self.trained.as_ref()?.base_transform.as_ref()?;
+        let (heads, d) = (self.side_heads, self.head_dim);
+        let size = heads * d * d;
+        Some(
+            [analysis, synthesis].map(|x| TensorData::new(x[layer * size..(layer + 1) * size].to_vec(), [heads, d, d])),
+        )
+    }
+
+    /// A base quantizer of one layer with all that was learned for it, or as it is.
     pub fn clipping(&self, quantizer: BaseQuantizer, layer: usize, device: &Device) -> BaseQuantizer {
-        match self.base_clip_of(layer) {
-            None => quantizer,
-            Some(clip) => quantizer.with_clip(Tensor::from_data(clip, device)),
-        }
+        let tensor = |x: TensorData| Tensor::from_data(x, device);
+        let transform = self.base_transform_of(layer).map(|both| both.map(tensor));
+        quantizer.with_parts(BaseParts { clip: self.base_clip_of(layer).map(tensor), transform })
     }
 
     fn layer(&self, all: &[f32], layer: usize) -> TensorData {

@@ -6,7 +6,7 @@ use burn::tensor::{Bool, Device, Tensor, TensorData};
 use crate::basis::Basis;
 use crate::correction::Correction;
 use crate::policy::{self, Place, StoredValues};
-use crate::quant::{BaseQuantizer, Stored};
+use crate::quant::{BaseParts, BaseQuantizer, Stored};
 use crate::scheme::{Flush, Policy, Scheme};
 use crate::stats::KeyStatistics;
 
@@ -19,8 +19,8 @@ pub struct CodedKeys {
     pub side: Option<Tensor<4>>,
 }
 
-/// The HeadQ codec and attention of one layer, as a Burn module: its parameters are those of the correction, and learned clip factors of
-/// the base quantizer.
+/// The HeadQ codec and attention of one layer, as a Burn module: its parameters are those of the correction, and what is learned of the
+/// base quantizer.
 #[derive(Module, Debug)]
 pub struct HeadqAttention {
     /// `None` where the scheme has no side code.
@@ -91,20 +91,17 @@ impl HeadqAttention {
         Self { correction: Some(correction), ..self }
     }
 
-    /// The same codec with other clip factors of the base quantizer.
-    ///
-    /// # Shapes
-    /// `clip`: `[kv_heads, 1, 1]`
+    /// The same codec with other learned parts of the base quantizer; those that are `None` stay as they are.
     ///
     /// # Panics
-    /// As [`BaseQuantizer::with_clip`].
-    pub fn with_base_clip(self, clip: Tensor<3>) -> Self {
-        Self { base: self.base.map(|base| base.with_clip(clip)), ..self }
+    /// As [`BaseQuantizer::with_parts`].
+    pub fn with_base_parts(self, parts: BaseParts) -> Self {
+        Self { base: self.base.map(|base| base.with_parts(parts)), ..self }
     }
 
-    /// Learned clip factors of the base quantizer in the current graph: `[kv_heads, 1, 1]`; `None` where there are none.
-    pub fn base_clip(&self) -> Option<Tensor<3>> {
-        self.base.as_ref()?.clip()
+    /// What is learned of the base quantizer, in the current graph.
+    pub fn base_parts(&self) -> BaseParts {
+        self.base.as_ref().map(BaseQuantizer::parts).unwrap_or_default()
     }
 
     /// Numbers that decide what key codes mean, beside the scheme: those of the base quantizer, then ±U.

@@ -8,8 +8,9 @@
 //! | `logits` | KL of next-token distributions ([`logits_kl`]), nats | end to end |
 //!
 //! The first three are local to a layer and a KV head: dense queries and keys go in, nothing of the rest of the model. Which keys a
-//! query reads from codes follows E10 exactly as in the cache; dense keys have δ = 0 and stay in the softmax. Nothing but the
-//! correction is trained: the base code, p and the base code's own δ are constants, and a [`Sample`] holds them.
+//! query reads from codes follows E10 exactly as in the cache; dense keys have δ = 0 and stay in the softmax. Where
+//! nothing but the correction is trained, the base code, p and the base code's own δ are constants, and a [`Sample`] holds them; a base
+//! quantizer that is trained with it codes the keys anew ([`Sample::loss_through`]).
 
 use std::fmt;
 use std::str::FromStr;

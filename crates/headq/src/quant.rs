@@ -259,14 +259,29 @@ pub struct BaseQuantizer {
     offset: Option<Tensor<4>>,
     /// Δ of `grid`: `[1, kv_heads, 1, head_dim]`.
     step: Option<Tensor<4>>,
-    /// Learned clip factors of `kivi` and `token`, times the scheme's ρ: `[kv_heads, 1, 1]`; `None` is 1 throughout.
+    /// Learned clip factors, times the scheme's ρ: `[kv_heads, 1, 1]` of `kivi` and `token`, `[kv_heads, 1, head_dim]` of `klt`; `None` is 1
+    /// throughout.
     clip: Option<Param<Tensor<3>>>,
+    /// Learned E of `klt`: `[kv_heads, head_dim, head_dim]`; `None` is 0 throughout.
+    analysis: Option<Param<Tensor<3>>>,
+    /// Learned F of `klt`, as `analysis`.
+    synthesis: Option<Param<Tensor<3>>>,
     /// M of score-aware rounding: `[1, kv_heads, head_dim, head_dim]`.
     factor: Option<Tensor<4>>,
-    /// Of `klt`.
+    /// Of `klt`, as calibrated.
     transform: Option<Transform>,
     #[module(skip)]
     base: BaseScheme,
+}
+
+/// What can be learned of a base quantizer, as tensors of one graph.
+#[derive(Debug, Clone, Default)]
+pub struct BaseParts {
+    /// Clip factors, times the scheme's ρ: `[kv_heads, 1, 1]` of `kivi` and `token`, on the half-width of ranges; `[kv_heads, 1, head_dim]` of
+    /// `klt`, on ranges, steps or levels. `None` is 1 throughout.
+    pub clip: Option<Tensor<3>>,
+    /// E and F of `klt` ([`crate::transform`]): `[kv_heads, head_dim, head_dim]` each. `None` is 0 throughout.
+    pub transform: Option<[Tensor<3>; 2]>,
 }
 
 impl BaseQuantizer {
@@ -276,7 +291,16 @@ impl BaseQuantizer {
     /// If it does ([`BaseScheme::is_static`]): use [`BaseQuantizer::calibrated`].
     pub fn new(base: BaseScheme) -> Self {
         assert!(!base.is_static(), "{base} needs statistics of the keys");
-        Self { offset: None, step: None, clip: None, factor: None, transform: None, base }
+        Self {
+            offset: None,
+            step: None,
+            clip: None,
+            analysis: None,
+            synthesis: None,
+            factor: None,
+            transform: None,
+            base,
+        }
     }
 
     /// A quantizer with what one layer's statistics say, as far as it needs them.
@@ -289,6 +313,8 @@ impl BaseQuantizer {
             step: (base.quantizer == Quantizer::Grid)
                 .then(|| tensor(grid_steps(&base, keys.layer(spread, layer), keys.head_dim))),
             clip: None,
+            analysis: None,
+            synthesis: None,
             factor: base.lambda().map(|lambda| {
                 let d = keys.head_dim;
                 let factors = keys.moments_of(layer).iter().map(|m| feedback::factor(&m.queries, lambda).transpose());
@@ -300,21 +326,49 @@ impl BaseQuantizer {
         }
     }
 
-    /// The same with a clip factor for each head on the half-width of its ranges, times the scheme's own.
+    /// The same with other clip factors.
     ///
     /// # Shapes
-    /// `clip`: `[kv_heads, 1, 1]`
+    /// `clip`: as [`BaseParts::clip`]
     ///
     /// # Panics
-    /// If the quantizer has no ranges from the data ([`BaseScheme::has_ranges`]).
+    /// If the quantizer has none ([`BaseScheme::clip_factors`]), or so many for each head.
     pub fn with_clip(self, clip: Tensor<3>) -> Self {
-        assert!(self.base.has_ranges(), "{} has no ranges to clip", self.base);
+        let [_, _, found] = clip.dims();
+        let width = self.transform.as_ref().map_or(1, Transform::width);
+        let expected = self.base.clip_factors(width);
+        assert_eq!(Some(found), expected, "clip factors of each head of {}", self.base);
         Self { clip: Some(Param::from_tensor(clip)), ..self }
     }
 
-    /// Learned clip factors as a tensor of the current graph: `[kv_heads, 1, 1]`; `None` where there are none.
+    /// The same with other learned parts; those that are `None` stay as they are.
+    ///
+    /// # Panics
+    /// As [`BaseQuantizer::with_clip`], and if E and F are given to another quantizer than `klt`, or in another shape.
+    pub fn with_parts(self, parts: BaseParts) -> Self {
+        let BaseParts { clip, transform } = parts;
+        let mut own = match clip {
+            None => self,
+            Some(clip) => self.with_clip(clip),
+        };
+        if let Some(matrices) = transform {
+            let shape = own.transform.as_ref().map(|own| own.query_side().dims());
+            assert!(matrices.iter().all(|x| Some(x.dims()) == shape), "E and F of {} are {shape:?}", own.base);
+            let [analysis, synthesis] = matrices.map(|x| Some(Param::from_tensor(x)));
+            (own.analysis, own.synthesis) = (analysis, synthesis);
+        }
+        own
+    }
+
+    /// Learned clip factors as a tensor of the current graph, shaped as [`BaseParts::clip`]; `None` where there are none.
     pub fn clip(&self) -> Option<Tensor<3>> {
         self.clip.as_ref().map(|clip| clip.val())
+    }
+
+    /// All that is learned, as tensors of the current graph.
+    pub fn parts(&self) -> BaseParts {
+        let transform = self.analysis.as_ref().zip(self.synthesis.as_ref()).map(|(e, f)| [e.val(), f.val()]);
+        BaseParts { clip: self.clip(), transform }
     }
 
     /// The scheme that it follows.
@@ -368,8 +422,13 @@ impl BaseQuantizer {
         }
     }
 
-    fn transform(&self) -> &Transform {
-        self.transform.as_ref().expect("klt is made with its transform")
+    /// The transform of `klt` with what was learned for it; `None` of other quantizers.
+    fn learned_transform(&self) -> Option<Transform> {
+        self.transform.as_ref().map(|own| own.learned(&self.parts()))
+    }
+
+    fn transform(&self) -> Transform {
+        self.learned_transform().expect("klt is made with its transform")
     }
 
     /// Ranges of per-channel quantizers for score-aware rounding, from the keys as they are: scales and zeros `[batch, heads, groups,
@@ -419,7 +478,7 @@ impl BaseQuantizer {
     /// Numbers that decide what codes mean, beside the scheme: means, steps and transforms.
     pub(crate) fn constants(&self) -> Vec<f32> {
         let flat = |x: &Option<Tensor<4>>| x.clone().map(|x| x.flatten::<1>(0, 3));
-        let transform = self.transform.iter().flat_map(Transform::constants);
+        let transform = self.learned_transform().map(|own| own.constants()).unwrap_or_default();
         let all = flat(&self.offset).into_iter().chain(flat(&self.step)).chain(transform);
         all.flat_map(|x| plain(x).into_data_as::<f32>().try_to_vec::<f32>().expect("converted to f32")).collect()
     }
@@ -452,12 +511,12 @@ impl BaseQuantizer {
 
     /// How coefficients are packed, where keys are transformed.
     pub(crate) fn packed(&self) -> Option<Packed> {
-        self.transform.as_ref().map(Transform::packed)
+        self.learned_transform().map(|own| own.packed())
     }
 
     /// Sᵀ of each head, `[kv_heads, head_dim, head_dim]`, which turns a query to the coefficients that it meets.
     pub(crate) fn query_side(&self) -> Option<Tensor<3>> {
-        self.transform.as_ref().map(Transform::query_side)
+        self.learned_transform().map(|own| own.query_side())
     }
 
     /// μ of `center`: `[1, kv_heads, 1, head_dim]`.

@@ -387,9 +387,23 @@ impl BaseScheme {
         self.center || matches!(self.quantizer, Quantizer::Grid | Quantizer::Klt) || self.lambda().is_some()
     }
 
-    /// Whether it has min/max ranges from the data, whose clip factors can be learned.
-    pub fn has_ranges(&self) -> bool {
-        matches!(self.quantizer, Quantizer::Kivi | Quantizer::Token) && self.rounding == Rounding::Nearest
+    /// Clip factors of each KV head `head_dim` wide that can be learned: one on the half-width of all min/max ranges of `kivi` and `token`,
+    /// one on the ranges, the step or the levels of each coefficient of `klt`. `None` where there are none.
+    pub fn clip_factors(&self, head_dim: usize) -> Option<usize> {
+        match self.quantizer {
+            Quantizer::Kivi | Quantizer::Token if self.rounding == Rounding::Nearest => Some(1),
+            Quantizer::Klt => Some(head_dim),
+            _ => None,
+        }
+    }
+
+    /// The least and the largest that a learned clip factor may be. Ranges from the data hold all of it; those of coefficients may have
+    /// to grow, where calibration took them for smaller than they are.
+    pub fn clip_bounds(&self) -> [f64; 2] {
+        match self.quantizer {
+            Quantizer::Klt => crate::transform::CLIP_BOUNDS,
+            _ => [crate::correction::LEAST_CLIP, 1.0],
+        }
     }
 
     /// λ of score-aware rounding; `None` where each number goes to its nearest level.

@@ -12,6 +12,22 @@
 //!
 //! M is taken relative to its mean eigenvalue, so that coefficients have the size of keys and their scales fit in halves, and its
 //! eigenvalues are floored at [`QUERY_FLOOR`] of the largest, because what mattered little in calibration may matter later.
+//!
+//! # Learned transforms
+//!
+//! All of this is optimal for Gaussian keys at high rates, under a metric that is one average. At one or two bits little of that holds, and so
+//! the matrices, and a factor ρ on the ranges, the step or the levels of each coefficient, can be trained through the coder against what
+//! attention makes of its errors, as learned transforms of transform codes are (Ballé, Laparra and Simoncelli, arXiv:1611.01704; Ballé et
+//! al., arXiv:2007.03034). Rounding has the gradient of the identity (straight-through, Bengio, Léonard and Courville, arXiv:1308.3432),
+//! as that of side codes. With D the diagonal of the coefficients' calibrated standard deviations (relative to the largest, floored at
+//! [`DEVIATION_FLOOR`]),
+//!
+//! y' = D (I + E) D⁻¹ y is coded in the place of y, and ŷ' = D (I + F) D⁻¹ ŷ read in the place of ŷ.
+//!
+//! E and F, `[head_dim, head_dim]` each, begin at 0. They change coefficients in units of their own standard deviations, which differ by
+//! orders of magnitude, so that one learning rate fits all of them. What has no bits is coded as 0 whatever E says, and has no gradient;
+//! F may still predict it from what is stored. Bits are those of calibration. E, F and ρ mean nothing but beside the statistics that they
+//! were trained with.
 
 use std::sync::Arc;
 
@@ -22,7 +38,7 @@ use rayon::prelude::*;
 
 use crate::basis::descending_eigen;
 use crate::gaussian::{lloyd_max, uniform_distortion, uniform_step};
-use crate::quant::{Stored, float_dtype, stored, straight_through};
+use crate::quant::{BaseParts, Stored, float_dtype, plain, stored};
 use crate::scheme::{
     BaseScheme, Bits, MOST_KLT_BITS, MOST_LLOYD_BITS, MOST_POOLED_BITS, Meta, Metric, Pool, RangeSource,
 };
@@ -30,6 +46,12 @@ use crate::stats::{HeadMoments, KeyStatistics, SAMPLE_RUN, symmetric};
 
 /// Eigenvalues of the metric are floored at this share of the largest.
 pub const QUERY_FLOOR: f64 = 1e-4;
+
+/// Standard deviations of coefficients, by which learned changes are measured, are floored at this share of the largest.
+pub const DEVIATION_FLOOR: f64 = 1e-3;
+
+/// The least and the largest that a learned factor on a coefficient's ranges, step or levels may be.
+pub const CLIP_BOUNDS: [f64; 2] = [0.25, 4.0];
 
 /// Shares of F, C_q and I, each by its trace, in the metric of [`Metric::Fisher`]: gradients are few and noisy, queries are many.
 const FISHER_SHARES: [f64; 3] = [0.75, 0.2, 0.05];
@@ -481,6 +503,10 @@ pub(crate) struct Transform {
     ranged: Option<Tensor<5>>,
     /// Levels of `lloyd`, where no range is stored.
     table: Option<Table>,
+    /// The diagonal of D: `[kv_heads, 1, head_dim]`
+    deviation: Tensor<3>,
+    /// ρ of each coefficient, which `measure` and `table` hold already; as `top`, `None` where it is not learned.
+    clip: Option<Tensor<5>>,
     #[module(skip)]
     bits: Arc<[Vec<u32>]>,
     #[module(skip)]
@@ -513,6 +539,8 @@ struct Coded {
     scale: Tensor<5>,
     zero: Tensor<5>,
     inside: Tensor<5, Bool>,
+    /// Middle of the levels, from which ρ moves them away.
+    middle: Tensor<5>,
 }
 
 /// What coefficients are packed as.
@@ -572,6 +600,8 @@ impl Transform {
             measure: each(&measure),
             ranged: lloyd.then(|| each(&|f, i| f64::from(u8::from(stores_range(base, f.bits[i]))))),
             table: lloyd.then(table),
+            deviation: Tensor::from_data(TensorData::new(deviations(fitted), [heads, 1, d]), device),
+            clip: None,
             bits: fitted.iter().map(|f| f.bits.clone()).collect(),
             ranges: base.ranges,
             group: base.flush.group,
@@ -579,9 +609,43 @@ impl Transform {
         }
     }
 
+    /// The transform with what was learned for it, part of the learned tensors' graph. Zeros and ones change no bit.
+    pub fn learned(&self, parts: &BaseParts) -> Self {
+        let mut own = self.clone();
+        if let Some([e, f]) = &parts.transform {
+            let dtype = float_dtype(e.dtype());
+            let [a, s, deviation] = [&self.analysis, &self.synthesis, &self.deviation].map(|x| x.clone().cast(dtype));
+            // Rows are coded: y'ᵀ = kᵀA (I + D⁻¹EᵀD), and k̂ᵀ = ŷᵀ(S (I + DFD⁻¹))ᵀ.
+            let change = (a.clone() / deviation.clone()).matmul(e.clone().swap_dims(1, 2)) * deviation.clone();
+            own.analysis = a + change;
+            own.synthesis = s.clone() + (s * deviation.clone()).matmul(f.clone()) / deviation;
+        }
+        if let Some(clip) = &parts.clip {
+            let [heads, _, d] = clip.dims();
+            let clip = clip.clone().reshape([1, heads, 1, 1, d]);
+            let factor = plain(clip.clone());
+            let scaled = |x: &Tensor<5>| x.clone().cast(float_dtype(factor.dtype())) * factor.clone();
+            own.measure = scaled(&self.measure);
+            own.table = self.table.as_ref().map(|table| Table {
+                lowest: scaled(&table.lowest),
+                thresholds: table.thresholds.iter().map(scaled).collect(),
+                steps: table.steps.iter().map(scaled).collect(),
+                spread: scaled(&table.spread),
+                unit: table.unit.clone(),
+            });
+            own.clip = Some(clip);
+        }
+        own
+    }
+
     /// Sᵀ of each head, which turns a query to the coefficients that it meets: `[kv_heads, head_dim, head_dim]`.
     pub fn query_side(&self) -> Tensor<3> {
         self.synthesis.clone().swap_dims(1, 2)
+    }
+
+    /// Coefficients of a head, stored or not.
+    pub fn width(&self) -> usize {
+        self.analysis.dims()[2]
     }
 
     /// Everything that decides what codes mean.
@@ -613,17 +677,41 @@ impl Transform {
     /// `[batch, kv_heads, groups · G, head_dim]`, in and out
     pub fn read_back(&self, keys: Tensor<4>) -> Tensor<4> {
         let shape = keys.dims();
-        let read = straight_through(self.coefficients(keys), |y| {
-            let coded = self.code(y);
-            (coded.read, coded.inside)
-        });
+        let read = self.read_coefficients(self.coefficients(keys));
         Self::product(read, self.query_side()).reshape(shape)
+    }
+
+    /// ŷ of coefficients.
+    ///
+    /// Backward for y as ever: identity inside the clip range, zero outside. For ρ (LSQ, arXiv:1902.08153): with m the middle of the levels,
+    /// ŷ = m + ρ·Q((y − m)/ρ), and rounding has the gradient of the identity, so that ∂ŷ/∂ρ = (ŷ − y)/ρ inside the clip range and
+    /// (ŷ − m)/ρ, the outermost level's, outside.
+    fn read_coefficients(&self, y: Tensor<5>) -> Tensor<5> {
+        let fixed = plain(y.clone());
+        let Coded { read, inside, middle, .. } = self.code(fixed.clone());
+        let clip = self.clip.clone().filter(Tensor::is_autodiff);
+        if !y.is_autodiff() && clip.is_none() {
+            return read;
+        }
+        let (shape, dtype) = (fixed.shape(), float_dtype(fixed.dtype()));
+        let of_y = inside.clone().float().cast(dtype) * (y - fixed.clone());
+        let of_clip = clip.map(|clip| {
+            let clip = clip.cast(dtype);
+            let factor = plain(clip.clone());
+            let from = middle.expand(shape).mask_where(inside, fixed);
+            (read.clone() - from) / factor.clone() * (clip - factor)
+        });
+        let read = read + of_y;
+        match of_clip {
+            None => read,
+            Some(of_clip) => read + of_clip,
+        }
     }
 
     /// What is stored: what [`Transform::read_back`] reads back.
     pub fn store(&self, keys: Tensor<4>) -> Stored {
         let shape @ [b, h, n, d] = keys.dims();
-        let coded = self.code(self.coefficients(keys));
+        let coded = self.code(plain(self.coefficients(keys)));
         let ranges = |x: Tensor<5>| match self.ranges {
             RangeSource::Static => None,
             RangeSource::Group | RangeSource::Lloyd => Some(x.reshape([b, h, n / self.group, d])),
@@ -652,21 +740,26 @@ impl Transform {
 
     /// −(2^{b−1} − ½)Δ
     fn lowest(&self) -> Tensor<5> {
-        (self.top.clone() * self.measure.clone()).mul_scalar(-0.5)
+        (self.top.clone().cast(float_dtype(self.measure.dtype())) * self.measure.clone()).mul_scalar(-0.5)
     }
 
+    /// Codes of coefficients that are part of no autodiff graph.
     fn code(&self, y: Tensor<5>) -> Coded {
         let ranged = |y| self.code_ranged(y);
         match (&self.ranged, &self.table) {
             (Some(mask), Some(table)) => {
                 let (one, other) = (ranged(y.clone()), table.code(y.clone()));
-                let mask = mask.clone().greater_elem(0.5).expand(y.shape());
+                let mask = plain(mask.clone()).greater_elem(0.5);
+                let middle = one.middle.clone();
+                let middle = middle.zeros_like().mask_where(mask.clone().expand(middle.shape()), middle);
+                let mask = mask.expand(y.shape());
                 Coded {
                     codes: other.codes.mask_where(mask.clone(), one.codes),
                     read: other.read.mask_where(mask.clone(), one.read),
                     inside: mask.clone().bool_and(one.inside).bool_or(mask.bool_not().bool_and(other.inside)),
                     scale: one.scale,
                     zero: one.zero,
+                    middle,
                 }
             }
             _ => ranged(y),
@@ -675,9 +768,10 @@ impl Transform {
 
     fn code_ranged(&self, y: Tensor<5>) -> Coded {
         let dtype = float_dtype(y.dtype());
-        let (top, measure) = (self.top.clone().cast(dtype), self.measure.clone().cast(dtype));
+        let own = |x: Tensor<5>| plain(x).cast(dtype);
+        let (top, measure) = (own(self.top.clone()), own(self.measure.clone()));
         let (scale, zero) = match self.ranges {
-            RangeSource::Static => (measure, self.lowest().cast(dtype)),
+            RangeSource::Static => (measure, own(self.lowest())),
             RangeSource::Group | RangeSource::Lloyd => {
                 let (low, high) = (y.clone().min_dim(3), y.clone().max_dim(3));
                 let middle = (high.clone() + low.clone()).mul_scalar(0.5);
@@ -702,16 +796,29 @@ impl Transform {
         let high = zero.clone() + scale.clone() * top.clone() + edge.clone();
         let inside = y.clone().greater_equal((zero.clone() - edge).expand(shape.clone()));
         let inside = inside.bool_and(y.lower_equal(high.expand(shape.clone())));
-        let inside = inside.bool_and(top.greater_elem(0.0).expand(shape));
+        let inside = inside.bool_and(top.clone().greater_elem(0.0).expand(shape));
         let read = codes.clone() * scale.clone() + zero.clone();
-        Coded { codes, read, scale, zero, inside }
+        let middle = zero.clone() + (scale.clone() * top).mul_scalar(0.5);
+        Coded { codes, read, scale, zero, inside, middle }
     }
+}
+
+/// The diagonal of D, relative to its largest element: `[kv_heads, head_dim]`; ones where no coefficient varies.
+fn deviations(heads: &[HeadTransform]) -> Vec<f32> {
+    let of_head = |head: &HeadTransform| {
+        let largest = head.spread.max();
+        head.spread
+            .iter()
+            .map(|s| if largest > 0.0 { (s / largest).sqrt().max(DEVIATION_FLOOR) as f32 } else { 1.0 })
+            .collect::<Vec<_>>()
+    };
+    heads.iter().flat_map(of_head).collect()
 }
 
 impl Table {
     fn code(&self, y: Tensor<5>) -> Coded {
         let (shape, dtype) = (y.shape(), float_dtype(y.dtype()));
-        let cast = |x: &Tensor<5>| x.clone().cast(dtype);
+        let cast = |x: &Tensor<5>| plain(x.clone()).cast(dtype);
         let mut codes = y.zeros_like();
         let mut read = cast(&self.lowest).expand(shape.clone());
         let mut outermost = (cast(&self.lowest), cast(&self.lowest));
@@ -727,7 +834,7 @@ impl Table {
         let high = (outermost.1 + edge).expand(shape);
         let inside = y.clone().greater(low).bool_and(y.lower(high));
         let nothing = cast(&self.lowest).zeros_like();
-        Coded { codes, read, scale: nothing.clone(), zero: nothing, inside }
+        Coded { codes, read, scale: nothing.clone(), zero: nothing.clone(), inside, middle: nothing }
     }
 }
 

@@ -244,6 +244,7 @@ fn a_learned_codec_forwards_its_inference_values() {
             scales: SideScales::Group,
             clip: Some(floats(p.clip.unwrap())),
             base_clip: None,
+            base_transform: None,
         }),
     };
     let keys = normal([1, KV, 32, D], 2);

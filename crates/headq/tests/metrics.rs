@@ -192,7 +192,7 @@ impl Expected {
         let errors = |(h, k): (usize, &common::Head)| -> Vec<f64> {
             let w = basis.map(|b| common::matrix(b, b.encoder_of(0), h));
             let held = common::shifted(scheme, k, h);
-            let coded = common::code_keys(scheme, &held, h, w.as_ref());
+            let coded = common::code_keys(scheme, &held, h, w.as_ref(), &common::learned_head(basis, 0, h, D));
             let pairs = held.iter().zip(coded.base).filter_map(|(k, base)| Some((k, base?)));
             pairs.flat_map(|(k, base)| base.into_iter().zip(k.clone()).map(|(b, k)| (b - k).powi(2))).collect()
         };

@@ -122,6 +122,7 @@ fn every_device_reads_the_same_pages() {
             "rotated-3(g=8,r=5)/a2-3(c=8)",
             "grid-2(g=4,r=3,center)",
             "klt-2(g=4,r=3)+query-pca(rank=4,bits=4)",
+            "klt-2(g=4,r=3,ranges=lloyd)+learned(rank=4,bits=4)",
             "klt-1.5(g=1,r=3,ranges=static)",
             "kivi-2(g=4,r=3,rounding=score-aware)",
             "dense",
@@ -161,6 +162,7 @@ fn long_contexts_and_wide_heads_cross_pages_and_pieces() {
         ("klt-1.25(g=16,r=7,sinks=70)", (14, 2, Some(200)), 80, 500),
         ("klt-3(g=20,r=33)/token-3(g=64,r=64)", (4, 2, None), 24, 400),
         ("klt-2.5(g=1,r=16,ranges=static)", (6, 6, None), 32, 400),
+        ("klt-1.5(g=32,r=32,ranges=lloyd,metric=fisher)+learned(rank=4,bits=2)", (9, 3, None), 64, 400),
         ("kivi-2(g=32,r=32,range=0.85,rounding=score-aware)+query-pca(rank=4,bits=4)", (9, 3, None), 64, 400),
         ("dense/token-4(g=64,r=64)", (32, 4, None), 128, 500),
         ("dense", (7, 7, Some(90)), 20, 400),
@@ -312,6 +314,7 @@ fn a_saved_cache_loads_bit_for_bit_and_anything_else_is_refused() {
         "rotated-3(g=8,r=5)+random(rank=3,bits=6,scope=query-head)/a2-3(c=8,g=4,r=9)",
         "grid-2(g=1,r=1)",
         "klt-1.5(g=8,r=5)+query-pca(rank=4,bits=4)",
+        "klt-1.5(g=8,r=5)+learned(rank=4,bits=4)",
         "klt-2(g=4,r=5,ranges=static)",
         "klt-4(g=4,r=5,ranges=lloyd,metric=fisher)/klt-4(ranges=lloyd)",
         "dense/klt-2.5(g=8,r=5)",
@@ -385,5 +388,30 @@ fn a_cache_of_another_calibration_is_refused() {
         let module = headq::HeadqAttention::calibrated(case.scheme, None, Some(&keys), 0, &Device::flex());
         let error = PackedCache::load(&path, "model", vec![module], case.shape()).unwrap_err().to_string();
         assert!(error.contains("calibration is") && error.contains("belongs to something else"), "{error}");
+    }
+}
+
+/// E and F, and the factors of coefficients whose levels are fixed, are part of what codes mean; those of min/max ranges are not.
+#[test]
+fn a_cache_of_another_learned_transform_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("cache.safetensors");
+    for (scheme, fixed) in [
+        ("klt-2(g=8,r=5,ranges=static)+learned(rank=2,bits=3)", true),
+        ("klt-2(g=8,r=5)+learned(rank=2,bits=3)", false),
+    ] {
+        let case = Case::new(scheme, (4, 2, None), 16, 40);
+        let mut cache = case.cache(DenseType::F16, 0);
+        (0..40).for_each(|t| drop(case.step(&mut cache, t)));
+        cache.save(&path, "model").unwrap();
+        let learned = basis(&case.scheme, 1, 4, 2, 16).unwrap();
+        let load = |basis: headq::Basis| {
+            let module = modules(&case.scheme, Some(&basis), 2, 16, &Device::flex());
+            PackedCache::load(&path, "model", vec![module], case.shape()).map(|_| ()).map_err(|e| e.to_string())
+        };
+        assert_eq!(load(learned.clone()), Ok(()));
+        let error = load(learned.clone().with_base_transform(None)).unwrap_err();
+        assert!(error.contains("calibration is"), "{error}");
+        assert!(!fixed || load(learned.with_base_clip(None)).unwrap_err().contains("calibration is"), "{scheme}");
     }
 }

@@ -76,6 +76,7 @@ fn settings(args: &Finetune) -> Settings {
         tied: args.tied,
         train_clip: args.train_clip,
         train_base_clip: args.train_base_clip,
+        train_transform: args.train_transform,
         measure_every: args.measure_every.unwrap_or(default.measure_every),
         patience: args.patience.unwrap_or(default.patience),
         save_every: args.save_every.unwrap_or(default.save_every),

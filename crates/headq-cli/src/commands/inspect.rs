@@ -5,6 +5,7 @@ use std::fmt::Write;
 use comfy_table::{Table, presets};
 use headq::budget::{Budget, depends_on_calibration};
 use headq_lab::LabError;
+use headq_lab::artifact::Outline;
 use headq_lab::evaluate::head_shape;
 use headq_models::{describe, fingerprint};
 use serde_json::json;
@@ -25,6 +26,10 @@ const COMMON: &[&str] = &[
 const MOST_TOKENS: usize = 1 << 24;
 
 pub fn run(context: &Context, args: &Inspect) -> Result<(), LabError> {
+    let is_artifact = args.model.is_file() && args.model.extension().is_some_and(|e| e == "safetensors");
+    if let Some(outline) = is_artifact.then(|| Outline::of(&args.model)).transpose()?.flatten() {
+        return artifact(context, args, &outline);
+    }
     let options = &context.load_options;
     let path = context.locate(&args.model)?;
     let described = describe(&path, options)?;
@@ -108,6 +113,41 @@ pub fn run(context: &Context, args: &Inspect) -> Result<(), LabError> {
                 ),
             };
             format!("{text}\n{table}{note}")
+        },
+    )
+}
+
+/// What an artifact is, and its tensors.
+fn artifact(context: &Context, args: &Inspect, outline: &Outline) -> Result<(), LabError> {
+    let Outline { header, tensors } = outline;
+    context.print(
+        || json!({ "artifact": args.model.to_string_lossy(), "header": super::json(header), "tensors": super::json(tensors) }),
+        || {
+            let mut text = String::new();
+            let mut line = |name: &str, value: String| {
+                let _ = writeln!(text, "{name:14} {value}");
+            };
+            line("artifact", args.model.display().to_string());
+            line("kind", header.kind.clone());
+            line("program", header.program.clone());
+            line("model", header.model.to_string());
+            line("base", header.base.clone());
+            line("tokens", format!("{} in windows of {}", header.tokens, header.context));
+            header.texts.iter().for_each(|t| line("text", format!("{} ({} characters)", t.path.display(), t.chars)));
+            if let Some(basis) = &header.basis {
+                let loss = basis.loss.as_ref().map_or(String::new(), |loss| format!(", trained on {loss}"));
+                line("basis", format!("{}, rank {}, scope {}{loss}", basis.family, basis.rank, basis.scope));
+                if let Some((bits, scales)) = basis.bits.zip(basis.scales.as_ref()) {
+                    line("side codes", format!("{bits} bits, scales {scales}"));
+                }
+            }
+            let mut table = Table::new();
+            table.load_style(presets::ASCII_MARKDOWN);
+            table.set_header(["tensor", "type", "shape"]);
+            for tensor in tensors {
+                table.add_row([tensor.name.clone(), tensor.dtype.clone(), format!("{:?}", tensor.shape)]);
+            }
+            format!("{text}\n{table}")
         },
     )
 }

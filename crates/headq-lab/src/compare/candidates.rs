@@ -141,6 +141,7 @@ impl Asked {
         };
         let mut all = Vec::new();
         for (path, artifact) in &sources.bases {
+            sources.check_calibration(path, artifact, &self.scheme)?;
             all.push(self.given(path, artifact, config, keys.clone())?);
         }
         for family in &self.families {

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 
 use super::angles::{decoder, encoder};
 
-/// The base quantizer of every layer, with the scales that its scheme has, and the clip factors of a basis that was trained with some.
+/// The base quantizer of every layer, with the scales that its scheme has, and what a basis learned for it.
 pub fn quantizers(
     base: BaseScheme,
     keys: Option<&KeyStatistics>,

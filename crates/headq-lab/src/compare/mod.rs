@@ -143,9 +143,9 @@ impl Pass<'_> {
                 accumulate(what, model, &windows, &quantizers, Keep::after(sinks), self.request.threads, self.observer)
             };
             let usual = moments(None)?;
-            // A basis with clip factors of its own for the base quantizer has residuals of its own.
+            // A basis with a base quantizer of its own has residuals of its own.
             let shares = |candidate: &Candidate| match candidate.basis() {
-                basis if basis.base_clip_of(0).is_some() => Ok(captured::captured(basis, &moments(Some(basis))?)),
+                basis if basis.changes_base() => Ok(captured::captured(basis, &moments(Some(basis))?)),
                 basis => Ok(captured::captured(basis, &usual)),
             };
             candidates.all.iter().map(shares).collect()

@@ -1,4 +1,8 @@
-//! Fine-tuning: gradients for the correction, and for nothing else.
+//! Fine-tuning: gradients for the correction, and where asked for the base quantizer below it, and for nothing else.
+//!
+//! The clip factors of a base quantizer (`train_base_clip`: one for each KV head of `kivi` and `token`, one for each coefficient of `klt`)
+//! and the transforms of `klt` (`train_transform`: [`headq::transform`]) are trained together with U, W and the clip factors of the side
+//! quantizer. Keys are then coded anew in every step.
 //!
 //! The losses local to a layer ([`headq::learn::Loss`]) need the dense model's queries and keys and no more: a dense pass captures
 //! them for as many layers as [`CAPTURE_BYTES`] hold (3 KiB a token and layer for SmolLM2-135M, 30 MiB a layer for 20 windows of
@@ -6,7 +10,7 @@
 //! training keeps its samples ([`headq::learn::Sample`], 10 MiB a window of 512 for 9 heads) up to [`SAMPLE_BYTES`], and makes them
 //! anew for every step beyond that.
 //!
-//! Optimizer: AdamW of Burn with the gradients of U, W and the clip factors; linear warm-up, then a cosine to zero. Held-out windows
+//! Optimizer: AdamW of Burn with the gradients of all of them; linear warm-up, then a cosine to zero. Held-out windows
 //! decide: every few steps they are measured, and what is saved is, for each KV head, the best of all that was measured, the
 //! initial basis included. A layer stops early when none of its heads has got better for a while.
 //!
@@ -23,10 +27,10 @@ mod warnings;
 
 use std::path::Path;
 
-use headq::basis::Basis;
+use headq::basis::{Basis, TrainedTransform};
 use headq::learn::Loss;
 use headq::quant::BaseQuantizer;
-use headq::scheme::{Family, KeyScheme, Scheme, Scope};
+use headq::scheme::{Family, KeyScheme, Quantizer, Scheme, Scope};
 use headq::{AttentionSite, Correction, KeyStatistics};
 use headq_models::{Fingerprint, LanguageModel};
 use serde::{Deserialize, Serialize};
@@ -39,7 +43,7 @@ use crate::{LabError, Observer, PROGRAM};
 use state::StateFolder;
 pub use summary::{LayerSummary, METRICS, SUMMARY, Stopped, Summary, Trained};
 pub use train::Measurement;
-use train::{LayerTask, LayerTrained};
+use train::{LayerTask, LayerTrained, Point};
 use warnings::count;
 
 /// Memory for captured queries and keys, in bytes.
@@ -78,10 +82,13 @@ pub struct Settings {
     /// Learn clip factors of the side quantizer, too.
     #[serde(default)]
     pub train_clip: bool,
-    /// Learn a clip factor of the base quantizer for each KV head, too. Keys are then coded anew in every step, which takes several
-    /// times as long.
+    /// Learn clip factors of the base quantizer, too: one for each KV head of `kivi` and `token`, one for each coefficient of `klt`. Keys are
+    /// then coded anew in every step, which takes several times as long.
     #[serde(default)]
     pub train_base_clip: bool,
+    /// Learn the transforms of a base quantizer `klt`, too, in the same way.
+    #[serde(default)]
+    pub train_transform: bool,
     /// Steps between two measurements on held-out windows.
     #[serde(default = "defaults::measure_every")]
     pub measure_every: usize,
@@ -136,6 +143,7 @@ impl Default for Settings {
             tied: false,
             train_clip: false,
             train_base_clip: false,
+            train_transform: false,
             measure_every: defaults::measure_every(),
             patience: defaults::patience(),
             save_every: defaults::save_every(),
@@ -182,16 +190,22 @@ impl Settings {
     /// [`LabError::Usage`] saying what would do.
     pub fn check_key(&self, key: &KeyScheme) -> Result<(), LabError> {
         let scope = key.side.map(|side| side.scope).unwrap_or_default();
-        if self.train_base_clip && !key.base.has_ranges() {
+        let base = &key.base;
+        if self.train_base_clip && base.clip_factors(1).is_none() {
             let reason = format!(
-                "train_base_clip: {} has no ranges from the data to clip; kivi and token have, rounded to nearest",
-                key.base
+                "train_base_clip: {base} has no clip factors to learn; kivi and token have, rounded to nearest, and klt"
             );
             return Err(LabError::Usage(reason));
         }
-        if self.train_base_clip && scope == Scope::QueryHead {
-            let reason = "train_base_clip: query heads share the base code of their KV head; train with scope=kv-head";
-            return Err(LabError::Usage(reason.into()));
+        if self.train_transform && base.quantizer != Quantizer::Klt {
+            return Err(LabError::Usage(format!("train_transform: {base} has no transform to learn; klt has")));
+        }
+        for (name, asked) in [("train_base_clip", self.train_base_clip), ("train_transform", self.train_transform)] {
+            if asked && scope == Scope::QueryHead {
+                let reason =
+                    format!("{name}: query heads share the base code of their KV head; train with scope=kv-head");
+                return Err(LabError::Usage(reason));
+            }
         }
         Ok(())
     }
@@ -349,7 +363,8 @@ impl Request<'_> {
         observer: &dyn Observer,
     ) -> Result<Vec<LayerTrained>, LabError> {
         let progress = train::Progress::new(observer, 1, self.settings.steps);
-        let trained = logits::EndToEnd { request: self, key, candidates, settled }.run(state, &progress);
+        let keys = key.base.is_static().then(|| KeyStatistics::of(&self.stats.layers)).transpose()?;
+        let trained = logits::EndToEnd { request: self, key, keys, candidates, settled }.run(state, &progress);
         progress.close();
         trained
     }
@@ -517,8 +532,12 @@ impl Request<'_> {
         let correction =
             |t: &LayerTrained| t.best.correction(key, [side_heads, head_dim, side.rank], &self.model.device());
         let corrections: Vec<Correction> = trained.iter().map(correction).collect();
-        let base_clip: Option<Vec<Vec<f32>>> = trained.iter().map(|t| t.best.base_clip.clone()).collect();
-        let base_clip = base_clip.map(|all| all.concat());
+        let best: Vec<Point> = trained.iter().map(|t| t.best.clone()).collect();
+        let Point { base_clip, base_analysis, base_synthesis, .. } = Point::concat(&best);
+        let transform = base_analysis.zip(base_synthesis);
+        let transform = transform.map(|(analysis, synthesis)| TrainedTransform { analysis, synthesis });
+        let basis = Basis::learned(&side, &corrections).with_base_clip(base_clip).with_base_transform(transform);
+        let relative = key.base.quantizer == Quantizer::Klt && basis.changes_base();
         let mut header = self.stats.header.clone();
         header.kind = "basis".into();
         header.program = PROGRAM.into();
@@ -534,10 +553,11 @@ impl Request<'_> {
             loss: Some(self.settings.loss.clone()),
             bits: Some(side.bits),
             scales: Some(side.scales.to_string()),
+            calibration: relative.then(|| self.stats.calibration_of(&key.base)),
             ..BasisHeader::derived(Family::Learned, side.rank, side.scope, self.seed)
         });
         Finetuned {
-            artifact: BasisArtifact { header, basis: Basis::learned(&side, &corrections).with_base_clip(base_clip) },
+            artifact: BasisArtifact { header, basis },
             measurements: trained.iter().flat_map(|t| t.measurements.clone()).collect(),
             summary,
             held_out: (mean(&|t| &t.initial_loss), mean(&|t| &t.best_loss)),

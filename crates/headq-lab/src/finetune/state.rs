@@ -273,6 +273,8 @@ impl Checkpoint {
                 encoder: part(&format!("{name}.encoder")),
                 clip: part(&format!("{name}.clip")),
                 base_clip: part(&format!("{name}.base_clip")),
+                base_analysis: part(&format!("{name}.base_analysis")),
+                base_synthesis: part(&format!("{name}.base_synthesis")),
             })
         };
         Some(Self {

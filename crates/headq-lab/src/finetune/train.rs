@@ -7,9 +7,9 @@ use burn::tensor::{Device, Gradients, Tensor, TensorData};
 use headq::AttentionSite;
 use headq::Correction;
 use headq::basis::{Basis, head_seed};
-use headq::correction::{LEAST_CLIP, Parts};
+use headq::correction::Parts;
 use headq::learn::{LayerLoss, Loss, Sample};
-use headq::quant::{BaseQuantizer, clip_width};
+use headq::quant::{BaseParts, BaseQuantizer, clip_width};
 use headq::scheme::KeyScheme;
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
@@ -42,7 +42,7 @@ pub struct Measurement {
 }
 
 /// Parameters of a layer, row-major, or anything of their shapes.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Point {
     /// U: `[side_heads, head_dim, rank]`
     pub decoder: Vec<f32>,
@@ -50,8 +50,12 @@ pub struct Point {
     pub encoder: Option<Vec<f32>>,
     /// ρ: `[side_heads, 1, clip_width]`
     pub clip: Option<Vec<f32>>,
-    /// Clip factors of the base quantizer: `[kv_heads, 1, 1]`
+    /// Clip factors of the base quantizer: `[kv_heads, 1, 1]`, of `klt` `[kv_heads, 1, head_dim]`
     pub base_clip: Option<Vec<f32>>,
+    /// E of a base quantizer `klt`: `[kv_heads, head_dim, head_dim]`
+    pub base_analysis: Option<Vec<f32>>,
+    /// F, where there is E.
+    pub base_synthesis: Option<Vec<f32>>,
 }
 
 /// What reads keys at a point: the correction, and the base quantizer where it is trained, too.
@@ -63,14 +67,24 @@ pub struct Codec {
 /// What is trained, as tensors of one graph.
 pub struct Leaves {
     pub parts: Parts,
-    /// `[kv_heads, 1, 1]`
-    pub base_clip: Option<Tensor<3>>,
+    pub base: BaseParts,
+}
+
+impl Leaves {
+    /// Those that are there.
+    pub fn all(&self) -> impl Iterator<Item = &Tensor<3>> {
+        let Self { parts: Parts { decoder, encoder, clip }, base } = self;
+        [Some(decoder), encoder.as_ref(), clip.as_ref(), base.clip.as_ref()]
+            .into_iter()
+            .flatten()
+            .chain(base.transform.iter().flatten())
+    }
 }
 
 impl Codec {
     pub fn leaves(&self) -> Leaves {
-        let base_clip = self.base.as_ref().and_then(BaseQuantizer::clip);
-        Leaves { parts: self.correction.parts(), base_clip }
+        let base = self.base.as_ref().map(BaseQuantizer::parts).unwrap_or_default();
+        Leaves { parts: self.correction.parts(), base }
     }
 
     fn loss(&self, sample: &Sample) -> LayerLoss {
@@ -89,18 +103,26 @@ impl Point {
             ("encoder", self.encoder.as_ref()),
             ("clip", self.clip.as_ref()),
             ("base_clip", self.base_clip.as_ref()),
+            ("base_analysis", self.base_analysis.as_ref()),
+            ("base_synthesis", self.base_synthesis.as_ref()),
         ];
         all.into_iter().filter_map(|(name, part)| Some((name, part?)))
     }
 
-    pub fn zeros_like(&self) -> Self {
-        let zeros = |x: &Vec<f32>| vec![0.0; x.len()];
+    /// What `of` makes of each part.
+    fn map(&self, of: impl Fn(&Vec<f32>) -> Vec<f32>) -> Self {
         Self {
-            decoder: zeros(&self.decoder),
-            encoder: self.encoder.as_ref().map(zeros),
-            clip: self.clip.as_ref().map(zeros),
-            base_clip: self.base_clip.as_ref().map(zeros),
+            decoder: of(&self.decoder),
+            encoder: self.encoder.as_ref().map(&of),
+            clip: self.clip.as_ref().map(&of),
+            base_clip: self.base_clip.as_ref().map(&of),
+            base_analysis: self.base_analysis.as_ref().map(&of),
+            base_synthesis: self.base_synthesis.as_ref().map(&of),
         }
+    }
+
+    pub fn zeros_like(&self) -> Self {
+        self.map(|x| vec![0.0; x.len()])
     }
 
     /// Takes one head's parameters from another point.
@@ -114,6 +136,8 @@ impl Point {
             (&mut self.encoder, &other.encoder),
             (&mut self.clip, &other.clip),
             (&mut self.base_clip, &other.base_clip),
+            (&mut self.base_analysis, &other.base_analysis),
+            (&mut self.base_synthesis, &other.base_synthesis),
         ];
         for (to, from) in optional {
             if let (Some(to), Some(from)) = (to, from) {
@@ -136,10 +160,13 @@ impl Point {
         Correction::of(key, parts)
     }
 
-    /// Clip factors of the base quantizer as a tensor, where they are trained.
-    pub fn base_clip(&self, device: &Device) -> Option<Tensor<3>> {
-        let factors = self.base_clip.as_ref()?;
-        Some(Tensor::from_data(TensorData::new(factors.clone(), [factors.len(), 1, 1]), device))
+    /// What is trained of the base quantizer, of so many KV heads this wide; `None` where nothing is.
+    pub fn base(&self, [heads, d]: [usize; 2], device: &Device) -> Option<BaseParts> {
+        let tensor = |x: &Vec<f32>, shape: [usize; 3]| Tensor::from_data(TensorData::new(x.clone(), shape), device);
+        let clip = self.base_clip.as_ref().map(|x| tensor(x, [heads, 1, x.len() / heads]));
+        let transform = self.base_analysis.as_ref().zip(self.base_synthesis.as_ref());
+        let transform = transform.map(|(e, f)| [e, f].map(|x| tensor(x, [heads, d, d])));
+        (clip.is_some() || transform.is_some()).then_some(BaseParts { clip, transform })
     }
 
     /// Points of all layers as one.
@@ -152,19 +179,15 @@ impl Point {
             encoder: join(&|p| p.encoder.as_ref()),
             clip: join(&|p| p.clip.as_ref()),
             base_clip: join(&|p| p.base_clip.as_ref()),
+            base_analysis: join(&|p| p.base_analysis.as_ref()),
+            base_synthesis: join(&|p| p.base_synthesis.as_ref()),
         }
     }
 
     /// The points of `layers` layers.
     pub fn split(&self, layers: usize) -> Vec<Point> {
         let part = |x: &Vec<f32>, i: usize| x[i * (x.len() / layers)..(i + 1) * (x.len() / layers)].to_vec();
-        let point = |i: usize| Point {
-            decoder: part(&self.decoder, i),
-            encoder: self.encoder.as_ref().map(|x| part(x, i)),
-            clip: self.clip.as_ref().map(|x| part(x, i)),
-            base_clip: self.base_clip.as_ref().map(|x| part(x, i)),
-        };
-        (0..layers).map(point).collect()
+        (0..layers).map(|i| self.map(|x| part(x, i))).collect()
     }
 
     /// The same with U = 0, which corrects nothing.
@@ -313,8 +336,9 @@ impl LayerTask<'_> {
     }
 
     fn codec(&self, point: &Point, device: &Device) -> Codec {
-        let base = point.base_clip(device).map(|clip| self.quantizer.clone().with_clip(clip));
-        Codec { correction: point.correction(&self.key, self.shape(), device), base }
+        let shape @ [heads, d, _] = self.shape();
+        let base = point.base([heads, d], device).map(|parts| self.quantizer.clone().with_parts(parts));
+        Codec { correction: point.correction(&self.key, shape, device), base }
     }
 
     /// Trains to the end, from the last checkpoint if there is one.
@@ -461,17 +485,21 @@ pub fn initial(key: &KeyScheme, settings: &Settings, basis: &Basis, layer: usize
         balance(&mut decoder, encoder, [heads, d, rank]);
     }
     let encoder = (!settings.tied).then(|| encoder.unwrap_or_else(|| decoder.clone()));
-    let base_clip = settings.train_base_clip.then(|| vec![1.0; heads]);
+    let factors = key.base.clip_factors(d).filter(|_| settings.train_base_clip);
+    let matrices = settings.train_transform.then(|| vec![0.0; heads * d * d]);
+    let unclipped = Point {
+        decoder,
+        encoder,
+        clip: None,
+        base_clip: factors.map(|width| vec![1.0; heads * width]),
+        base_analysis: matrices.clone(),
+        base_synthesis: matrices,
+    };
     if !settings.train_clip {
-        return vec![Point { decoder, encoder, clip: None, base_clip }];
+        return vec![unclipped];
     }
     let width = clip_width(key.side.map(|s| s.scales).unwrap_or_default(), rank);
-    let clipped = |clip: f32| Point {
-        decoder: decoder.clone(),
-        encoder: encoder.clone(),
-        clip: Some(vec![clip; heads * width]),
-        base_clip: base_clip.clone(),
-    };
+    let clipped = |clip: f32| Point { clip: Some(vec![clip; heads * width]), ..unclipped.clone() };
     INITIAL_CLIPS.map(clipped).to_vec()
 }
 
@@ -514,7 +542,7 @@ pub fn batch(settings: &Settings, n: usize, seed: u64, step: usize) -> Vec<usize
 /// The point after one step of AdamW and the constraints; `moments` are read and written.
 pub fn updated(
     key: &KeyScheme,
-    Leaves { parts, base_clip }: Leaves,
+    Leaves { parts, base }: Leaves,
     gradients: &Gradients,
     rate: f64,
     step: usize,
@@ -529,13 +557,19 @@ pub fn updated(
     let decoder = adam.update(&parts.decoder, gradient(&parts.decoder), &mut first.decoder, &mut second.decoder);
     let encoder = optional(&parts.encoder, &mut first.encoder, &mut second.encoder);
     let clip = optional(&parts.clip, &mut first.clip, &mut second.clip);
-    let base_clip = optional(&base_clip, &mut first.base_clip, &mut second.base_clip);
+    let base_clip = optional(&base.clip, &mut first.base_clip, &mut second.base_clip);
+    let [analysis, synthesis] = base.transform.map_or([None, None], |both| both.map(Some));
+    let base_analysis = optional(&analysis, &mut first.base_analysis, &mut second.base_analysis);
+    let base_synthesis = optional(&synthesis, &mut first.base_synthesis, &mut second.base_synthesis);
+    let [least, most] = key.base.clip_bounds();
     let retracted = Correction::of(key, Parts { decoder, encoder, clip }).retracted().parts();
     Point {
         decoder: host(retracted.decoder),
         encoder: retracted.encoder.map(host),
         clip: retracted.clip.map(host),
-        base_clip: base_clip.map(|c| host(c.clamp(LEAST_CLIP, 1.0))),
+        base_clip: base_clip.map(|c| host(c.clamp(least, most))),
+        base_analysis: base_analysis.map(host),
+        base_synthesis: base_synthesis.map(host),
     }
 }
 

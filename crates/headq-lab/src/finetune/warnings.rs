@@ -116,7 +116,7 @@ mod tests {
     /// A layer of two heads after so many steps, with its held-out losses: without a correction, at first, and of what is saved.
     fn layer(steps: usize, uncorrected: [f64; 2], initial: [f64; 2], best: [f64; 2]) -> LayerTrained {
         LayerTrained {
-            best: Point { decoder: vec![1.0; 4], encoder: None, clip: None, base_clip: None },
+            best: Point { decoder: vec![1.0; 4], ..Point::default() },
             uncorrected_loss: uncorrected.to_vec(),
             initial_loss: initial.to_vec(),
             best_loss: best.to_vec(),

@@ -38,7 +38,12 @@ fn how(summary: &Summary) -> Text {
         (true, false) => "one orthonormal matrix, encoder and decoder in one,",
         (true, true) => "one orthonormal matrix, encoder and decoder in one, and clip factors of the side quantizer",
     };
-    let base = if s.train_base_clip { ", with clip factors of the base quantizer," } else { "" };
+    let base = match (s.train_base_clip, s.train_transform) {
+        (false, false) => "",
+        (true, false) => ", with clip factors of the base quantizer,",
+        (false, true) => ", with the transforms of the base quantizer,",
+        (true, true) => ", with transforms and clip factors of the base quantizer,",
+    };
     let init = if s.init == "best" { "the best closed form of each head".to_string() } else { s.init.clone() };
     Text::code(&summary.scheme).then(format!(
         ": {trained}{base} trained on the loss {}, beginning with {init}; learning rate {}, {} in a step, at most {}.",

@@ -6,11 +6,13 @@ use std::sync::Arc;
 
 use burn::tensor::{Device, Tensor, TensorData};
 use half::f16;
+use headq::basis::{TrainedSide, TrainedTransform};
 use headq::gaussian::{lloyd_max, uniform_step};
 use headq::scheme::{
-    BaseScheme, Flush, MOST_LLOYD_BITS, Metric, Policy, Quantizer, RangeSource, Scheme, Scope, SideScales, ValueScheme,
+    BaseScheme, Family, Flush, MOST_LLOYD_BITS, Metric, Policy, Quantizer, RangeSource, Scheme, Scope, SideScales,
+    ValueScheme,
 };
-use headq::transform::{HeadTransform, range_factor};
+use headq::transform::{DEVIATION_FLOOR, HeadTransform, range_factor};
 use headq::{AttentionSite, Basis, HeadMoments, HeadqAttention, KeyStatistics, QuantizedCache};
 use nalgebra::DMatrix;
 
@@ -60,6 +62,9 @@ pub const SCHEMES: &[&str] = &[
     "klt-1(g=8,r=5,metric=fisher)/klt-1.5(r=9)",
     "kivi-2(g=8,r=5,sinks=1)/klt-4(g=4,r=9,sinks=2,ranges=lloyd,meta=f32)",
     "dense/klt-2.5(g=8,r=5,ranges=lloyd)",
+    "klt-2(g=8,r=5)+learned(rank=4,bits=3)",
+    "klt-3(g=8,r=0,sinks=1,ranges=static)+learned(rank=2,bits=4)/klt-3(ranges=static)",
+    "klt-4.5(g=8,r=5,ranges=lloyd)+learned(rank=4,bits=3,scales=token)/token-2(c=8)",
     "rotated-1(g=8,r=5)",
     "rotated-2(g=8,r=5,c=4,center)",
     "rotated-4(g=1,r=3,sinks=2)",
@@ -172,20 +177,57 @@ pub fn key_statistics(kv_heads: usize, width: usize) -> KeyStatistics {
     statistics(1, Some(Arc::new(statistics(4, None))))
 }
 
+/// What is learned of one head's transform: ρ, E and F.
+#[derive(Debug, Clone)]
+pub struct LearnedHead {
+    pub clip: Vec<f32>,
+    pub analysis: DMatrix<f64>,
+    pub synthesis: DMatrix<f64>,
+}
+
+/// What a basis learned of the base quantizer of a KV head, nothing where it did not.
+pub fn learned_head(basis: Option<&Basis>, layer: usize, head: usize, width: usize) -> LearnedHead {
+    let floats = |x: TensorData| x.try_to_vec::<f32>().unwrap();
+    let clip = basis.and_then(|b| b.base_clip_of(layer)).map(|c| floats(c)[head * width..(head + 1) * width].to_vec());
+    let square = |x: TensorData| {
+        let own = &floats(x)[head * width * width..][..width * width];
+        DMatrix::from_row_iterator(width, width, own.iter().map(|&v| f64::from(v)))
+    };
+    let none = || [DMatrix::zeros(width, width), DMatrix::zeros(width, width)];
+    let [analysis, synthesis] = basis.and_then(|b| b.base_transform_of(layer)).map_or_else(none, |x| x.map(square));
+    LearnedHead { clip: clip.unwrap_or_else(|| vec![1.0; width]), analysis, synthesis }
+}
+
+/// A head's transform with D (I + E) D⁻¹ before the coder, and D (I + F) D⁻¹ behind it.
+pub fn with_learned(head: HeadTransform, learned: &LearnedHead) -> HeadTransform {
+    let (d, largest) = (head.spread.len(), head.spread[0]);
+    let deviation = head.spread.map(|s| if largest > 0.0 { (s / largest).sqrt().max(DEVIATION_FLOOR) } else { 1.0 });
+    let own = |x: &DMatrix<f64>| {
+        let inverse = DMatrix::from_diagonal(&deviation.map(|v| 1.0 / v));
+        DMatrix::from_diagonal(&deviation) * (DMatrix::identity(d, d) + x) * inverse
+    };
+    HeadTransform {
+        analysis: &head.analysis * own(&learned.analysis).transpose(),
+        synthesis: &head.synthesis * own(&learned.synthesis),
+        ..head
+    }
+}
+
 /// Coefficient by coefficient, each over the tokens of a block, and back.
-fn transform_and_code(rows: &[Vec<f64>], base: &BaseScheme, moments: &HeadMoments) -> Head {
-    let head = HeadTransform::fit(moments, base);
+fn transform_and_code(rows: &[Vec<f64>], base: &BaseScheme, moments: &HeadMoments, learned: &LearnedHead) -> Head {
+    let head = with_learned(HeadTransform::fit(moments, base), learned);
     let (d, wide) = (rows[0].len(), base.meta == headq::scheme::Meta::F32);
     let y = |row: &[f64], i: usize| (0..d).map(|c| head.analysis[(c, i)] * row[c]).sum::<f64>();
     let mut read = vec![vec![0.0; d]; rows.len()];
     for (i, &bits) in head.bits.iter().enumerate().filter(|(_, bits)| **bits > 0) {
         let column: Vec<f64> = rows.iter().map(|row| y(row, i)).collect();
+        let clip = f64::from(learned.clip[i]);
         let range = match base.ranges {
             RangeSource::Lloyd if bits <= MOST_LLOYD_BITS => {
                 // Levels that keep the size of what they stand for, where the metric is that of scores.
                 let table = lloyd_max(bits);
                 let kept = if base.metric == Metric::Queries { 1.0 - table.distortion } else { 1.0 };
-                let size = head.spread[i].sqrt() * f64::from(base.range) / kept;
+                let size = head.spread[i].sqrt() * f64::from(base.range) / kept * clip;
                 let levels = &table.levels;
                 for (row, y) in read.iter_mut().zip(&column) {
                     let nearest = levels.iter().map(|l| l * size);
@@ -195,11 +237,12 @@ fn transform_and_code(rows: &[Vec<f64>], base: &BaseScheme, moments: &HeadMoment
                 continue;
             }
             RangeSource::Group | RangeSource::Lloyd => {
-                let factor = f64::from(range_factor(bits)) * f64::from(base.range);
+                let factor = f64::from(range_factor(bits)) * f64::from(base.range) * clip;
                 cells(&column, bits, factor, wide)
             }
             RangeSource::Static => {
-                let step = f64::from((uniform_step(bits) * head.spread[i].sqrt() * f64::from(base.range)) as f32);
+                let step = (uniform_step(bits) * head.spread[i].sqrt() * f64::from(base.range)) as f32;
+                let step = f64::from(step * learned.clip[i]);
                 (step, -0.5 * f64::from((1u32 << bits) - 1) * step)
             }
         };
@@ -343,7 +386,7 @@ pub fn shifted(scheme: &Scheme, keys: &Head, head: usize) -> Head {
 }
 
 /// Codes of one head's shifted keys. `w` is the encoder of the side head, if there is one.
-pub fn code_keys(scheme: &Scheme, keys: &Head, head: usize, w: Option<&Head>) -> CodedHead {
+pub fn code_keys(scheme: &Scheme, keys: &Head, head: usize, w: Option<&Head>, learned: &LearnedHead) -> CodedHead {
     let mut coded = CodedHead { base: vec![None; keys.len()], side: vec![None; keys.len()] };
     let Some(key) = &scheme.key else { return coded };
     let width = keys[0].len();
@@ -372,7 +415,7 @@ pub fn code_keys(scheme: &Scheme, keys: &Head, head: usize, w: Option<&Head>) ->
                 pass_on(rows, bits, &ranges, &m)
             }
             (Quantizer::Rotated, _) => rows.iter().map(|row| rotate_and_code(row, bits, c)).collect(),
-            (Quantizer::Klt, _) => transform_and_code(rows, &key.base, moments),
+            (Quantizer::Klt, _) => transform_and_code(rows, &key.base, moments, learned),
         };
         let side = key.side.map(|side| {
             let z: Head = rows
@@ -453,7 +496,10 @@ fn code_values(
             let mean: Vec<f64> = values.mean[head * v[0].len()..].iter().map(|m| f64::from(*m)).collect();
             let shifted: Head =
                 v[block.clone()].iter().map(|row| row.iter().zip(&mean).map(|(v, m)| v - m).collect()).collect();
-            let back = transform_and_code(&shifted, &base, &values.moments[head]);
+            let back = {
+                let learned = learned_head(None, 0, head, shifted[0].len());
+                transform_and_code(&shifted, &base, &values.moments[head], &learned)
+            };
             let whole = |row: Vec<f64>| row.iter().zip(&mean).map(|(v, m)| v + m).collect();
             block.clone().zip(back).for_each(|(j, row)| read[j] = Some(whole(row)));
             continue;
@@ -517,7 +563,8 @@ pub fn read(
             let u = basis.map(|b| matrix(b, b.decoder_of(site.layer), side_head));
             let w = basis.map(|b| matrix(b, b.encoder_of(site.layer), side_head));
             let held = shifted(scheme, &k[kv], kv);
-            let keys = code_keys(scheme, &held, kv, w.as_ref());
+            let learned = learned_head(basis, site.layer, kv, k[kv][0].len());
+            let keys = code_keys(scheme, &held, kv, w.as_ref(), &learned);
             (0..q[h].len())
                 .map(|t| {
                     let first = site.window.map_or(0, |w| (t + 1).saturating_sub(w));
@@ -598,5 +645,18 @@ pub fn basis(scheme: &Scheme, layers: usize, heads: usize, kv_heads: usize, head
             s
         })
         .collect();
-    Some(Basis::fit(&stats, side.family, side.rank, side.scope, 11).unwrap())
+    if side.family != Family::Learned {
+        return Some(Basis::fit(&stats, side.family, side.rank, side.scope, 11).unwrap());
+    }
+    let fitted = Basis::fit(&stats, Family::ScoreOptimal, side.rank, side.scope, 11).unwrap();
+    let numbers = |count: usize, salt: usize| (0..count).map(move |i| ((i * 7919 + salt) % 1009) as f32 / 504.5 - 1.0);
+    let square = |salt| numbers(layers * kv_heads * head_dim * head_dim, salt).map(|x| 0.15 * x.powi(3)).collect();
+    let trained = TrainedSide {
+        bits: side.bits,
+        scales: side.scales,
+        clip: None,
+        base_clip: Some(numbers(layers * kv_heads * head_dim, 5).map(|x| 1.1 + 0.4 * x).collect()),
+        base_transform: Some(TrainedTransform { analysis: square(17), synthesis: square(401) }),
+    };
+    Some(Basis { family: Family::Learned, trained: Some(trained), ..fitted })
 }
