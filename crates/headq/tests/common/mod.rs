@@ -219,14 +219,16 @@ fn transform_and_code(rows: &[Vec<f64>], base: &BaseScheme, moments: &HeadMoment
     let (d, wide) = (rows[0].len(), base.meta == headq::scheme::Meta::F32);
     let y = |row: &[f64], i: usize| (0..d).map(|c| head.analysis[(c, i)] * row[c]).sum::<f64>();
     let mut read = vec![vec![0.0; d]; rows.len()];
+    let coded: f64 = (0..d).filter(|i| head.bits[*i] > 0).map(|i| head.spread[i]).sum();
+    let stored = coded / head.spread.sum();
     for (i, &bits) in head.bits.iter().enumerate().filter(|(_, bits)| **bits > 0) {
         let column: Vec<f64> = rows.iter().map(|row| y(row, i)).collect();
         let clip = f64::from(learned.clip[i]);
         let range = match base.ranges {
             RangeSource::Lloyd if bits <= MOST_LLOYD_BITS => {
-                // Levels that keep the size of what they stand for, where the metric is that of scores.
+                // Levels that keep the size of scores, where the metric is theirs.
                 let table = lloyd_max(bits);
-                let kept = if base.metric == Metric::Queries { 1.0 - table.distortion } else { 1.0 };
+                let kept = if base.metric == Metric::Queries { (1.0 - table.distortion) * stored } else { 1.0 };
                 let size = head.spread[i].sqrt() * f64::from(base.range) / kept * clip;
                 let levels = &table.levels;
                 for (row, y) in read.iter_mut().zip(&column) {
