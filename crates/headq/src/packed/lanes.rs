@@ -153,7 +153,7 @@ impl Looks {
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Lanes {
     pub planes: Vec<Plane>,
-    pub looks: Looks,
+    pub looks: Box<Looks>,
     fields: Vec<Field>,
     masks: Vec<u32>,
     biases: Vec<f32>,
@@ -218,8 +218,8 @@ impl Lanes {
             biases[field.code] = ((field.low + field.bits - 1) as f32).exp2();
         }
         let looks = match bits.iter().all(|bits| *bits <= LOOKED_UP) {
-            true => Looks::new(&planes, &fields, &of_code),
-            false => Looks::default(),
+            true => Box::new(Looks::new(&planes, &fields, &of_code)),
+            false => Box::default(),
         };
         Self { planes, looks, fields, masks, biases, of_code, bytes: start }
     }
