@@ -313,8 +313,10 @@ pub struct Basis {
 ///             scope=kv-head|query-head              what has a basis of its own
 ///   values  dense | token-B, or B mean bits from 2 to 7 with one bit more for half of each group:
 ///             a2-B the most attended, mse-B the largest errors, random-B, recency-B the newest
-///             klt-B    transform coding as of keys, with metric=fisher
-///             with c g r sinks range meta (klt: ranges pool); g r sinks default to the keys'
+///             channel-B per channel, as kivi codes keys, a control
+///             klt-B    transform coding as of keys, with metric=fisher, or metric=output for the
+///                      squared error of what is added to the residual stream (from --stats)
+///             with c g r sinks range meta (klt: ranges metric pool); g r sinks default to the keys'
 ///
 /// A scheme may also be the name of a scheme file, from `headq search`.
 ///

@@ -7,6 +7,7 @@
 //! | `statistics` | `q.count`, `q.sum`, `q.outer` | `[layers, heads]`, `[layers, heads, head_dim]`, `[layers, heads, head_dim, head_dim]` | i64, f64, f64 |
 //! | | `k.…`, `e.…`, `v.…` | the same with `kv_heads` | |
 //! | | `k_gradient.…`, `v_gradient.…`, where gradients were taken | as `k.…` | |
+//! | | `output`, W_o,h W_o,hᵀ averaged over the query heads h of a KV head; missing where an older version calibrated | `[layers, kv_heads, head_dim, head_dim]` | f64 |
 //! | | `k.sample`, `v.sample`, keys and values of some tokens, in runs of 128 | `[layers, kv_heads, tokens, head_dim]` | f16 |
 //! | `basis` | `decoder` (U) | `[layers, side_heads, head_dim, rank]` | f32 |
 //! | | `encoder` (W), where W differs from U: `score-optimal`, `learned` unless tied | as `decoder` | f32 |
@@ -609,6 +610,13 @@ impl StatsArtifact {
             tensors.push((format!("{name}.outer"), Dtype::F64, vec![layers, per_layer, d, d], outers));
         }
         let d = self.header.model.head_dim;
+        let outputs: Vec<_> = self.layers.iter().filter_map(|l| l.output.as_ref()).collect();
+        if let Some(first) = outputs.first() {
+            // Symmetric, as above.
+            let bytes =
+                outputs.iter().copied().flatten().flat_map(|m| m.iter().flat_map(|v| v.to_le_bytes())).collect();
+            tensors.push(("output".into(), Dtype::F64, vec![outputs.len(), first.len(), d, d], bytes));
+        }
         type Pick = fn(&Sample) -> &Vec<Vec<f16>>;
         for (name, pick) in [("k.sample", (|s| &s.k) as Pick), ("v.sample", |s| &s.v)] {
             let layers: Vec<_> = self.layers.iter().filter_map(|l| l.sample.as_ref().map(pick)).collect();
@@ -676,9 +684,18 @@ impl StatsArtifact {
             }
             false => vec![None; layers],
         };
+        let mut outputs: Vec<Option<Vec<DMatrix<f64>>>> = match has("output") {
+            true => {
+                let all = file.doubles("output", &[layers, model.kv_heads, d, d])?;
+                let matrices: Vec<_> = all.chunks(d * d).map(|m| DMatrix::from_column_slice(d, d, m)).collect();
+                matrices.chunks(model.kv_heads).map(|of_layer| Some(of_layer.to_vec())).collect()
+            }
+            false => vec![None; layers],
+        };
         let layer = |(i, ((q, k), (e, v)))| {
             let _: usize = i;
-            LayerStats { q, k, e, v, gradients: gradients[i].take(), sample: samples[i].take() }
+            let (gradients, sample, output) = (gradients[i].take(), samples[i].take(), outputs[i].take());
+            LayerStats { q, k, e, v, gradients, sample, output }
         };
         let layers = q.into_iter().zip(k).zip(e.into_iter().zip(v)).enumerate().map(layer).collect();
         Ok(Self { header: file.header, layers })

@@ -7,6 +7,7 @@ use headq::scheme::{BaseScheme, KeyScheme};
 use headq::stats::{LayerStats, SAMPLE_RUN, Sample};
 use headq::{Attention, AttentionSite, KeyStatistics, QuantizedCache, Scheme};
 use headq_models::{Fingerprint, LanguageModel};
+use nalgebra::DMatrix;
 
 use crate::artifact::{Header, SCHEMA, StatsArtifact};
 use crate::overlap::Passages;
@@ -105,6 +106,26 @@ impl Attention for Capture {
     }
 }
 
+/// What reads a layer's values ([`LayerStats::output`]), by KV head.
+fn output_moments(model: &LanguageModel, layer: usize) -> Vec<DMatrix<f64>> {
+    let (c, projection) = (model.config(), model.output_projection(layer));
+    let [_, hidden] = projection.dims();
+    let rows: Vec<f32> = projection.into_data_as::<f32>().try_to_vec().expect("the data was converted to f32");
+    let group = c.num_heads / c.num_kv_heads;
+    let of_kv_head = |heads: &[f32]| {
+        let of_head = |rows: &[f32]| {
+            // Row-major [head_dim, hidden] is column-major [hidden, head_dim].
+            let columns = DMatrix::from_iterator(hidden, c.head_dim, rows.iter().map(|&w| f64::from(w)));
+            columns.tr_mul(&columns)
+        };
+        let sum = heads.chunks(c.head_dim * hidden).map(of_head).reduce(|sum, own| sum + own);
+        // As good as symmetric: only the order of the sums differs.
+        let mean = sum.expect("a KV head has query heads") / group as f64;
+        (&mean + mean.transpose()) * 0.5
+    };
+    rows.chunks(group * c.head_dim * hidden).map(of_kv_head).collect()
+}
+
 /// Fails where windows of `context` tokens give no residuals of a base quantizer, or its channel groups do not fit the heads.
 ///
 /// # Errors
@@ -171,7 +192,10 @@ pub fn calibrate(
             layers.map(|layer| BaseQuantizer::calibrated(base, &keys, layer, &model.device())).collect()
         }
     };
-    let layers = with_gradients(with(&format!("calibrating {base}"), &quantizers, runs)?);
+    let mut layers = with_gradients(with(&format!("calibrating {base}"), &quantizers, runs)?);
+    for (i, layer) in layers.iter_mut().enumerate() {
+        layer.output = Some(output_moments(model, i));
+    }
     let header = Header {
         schema: SCHEMA,
         kind: "statistics".into(),
@@ -224,4 +248,69 @@ pub(crate) fn accumulate(
         },
     )?;
     total.ok_or_else(|| LabError::Usage("no windows to calibrate on".into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::{Device, TensorData};
+    use headq_models::{LoadOptions, LoadedModel, load};
+
+    use super::*;
+
+    fn tiny(name: &str) -> LoadedModel {
+        let fixtures = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../headq-models/tests/fixtures/tiny");
+        load(fixtures.join(name), &Device::flex(), &LoadOptions::default()).unwrap()
+    }
+
+    /// Attention of one token that comes to ε in one head and to nothing in the others.
+    struct Only {
+        head: usize,
+        error: Vec<f32>,
+    }
+
+    impl Attention for Only {
+        fn attend(&mut self, _: &AttentionSite, q: Tensor<4>, _: Tensor<4>, _: Tensor<4>) -> Tensor<4> {
+            let [_, heads, _, d] = q.dims();
+            let mut out = vec![0.0; heads * d];
+            out[self.head * d..][..d].copy_from_slice(&self.error);
+            Tensor::from_data(TensorData::new(out, [1, heads, 1, d]), &q.device())
+        }
+    }
+
+    /// In a layer whose branches are parallel, what attention comes to is added to the residual stream and nothing else sees it.
+    #[test]
+    fn output_moments_measure_what_values_add_to_the_residual_stream() {
+        let model = tiny("pythia").model;
+        let c = model.config().clone();
+        assert!(c.parallel_residual && c.num_heads == c.num_kv_heads);
+        let x = model.embed(model.ids(&[3], 1, 0).unwrap(), 0);
+        for (layer, head) in [(0, 0), (0, c.num_heads - 1), (c.num_layers - 1, 1)] {
+            let added = |error: Vec<f32>| host(model.layer(layer, x.clone(), 0, &mut Only { head, error }).unsqueeze());
+            let error: Vec<f32> = (0..c.head_dim).map(|i| ((i * 37 + head) % 11) as f32 - 5.0).collect();
+            let difference = added(error.clone()).into_iter().zip(added(vec![0.0; c.head_dim]));
+            let seen: f64 = difference.map(|(a, b)| f64::from(a - b).powi(2)).sum();
+            let error = nalgebra::DVector::from_iterator(c.head_dim, error.into_iter().map(f64::from));
+            let predicted = error.dot(&(&output_moments(&model, layer)[head] * &error));
+            assert!((predicted / seen - 1.0).abs() < 1e-3, "{layer} {head}: {predicted} {seen}");
+        }
+    }
+
+    #[test]
+    fn output_moments_are_the_mean_of_those_of_a_kv_heads_query_heads() {
+        let model = tiny("llama-untied").model;
+        let c = model.config().clone();
+        let (group, d) = (c.num_heads / c.num_kv_heads, c.head_dim);
+        assert!(group > 1 && c.num_kv_heads > 1);
+        let projection = model.output_projection(1);
+        let hidden = projection.dims()[1];
+        let w: Vec<f32> = projection.try_into_vec_as().unwrap();
+        let at = |head: usize, channel: usize, to: usize| f64::from(w[(head * d + channel) * hidden + to]);
+        for (kv, found) in output_moments(&model, 1).iter().enumerate() {
+            for (i, j) in [(0, 0), (0, d - 1), (d - 1, 1), (2, 3)] {
+                let heads = kv * group..(kv + 1) * group;
+                let sum: f64 = heads.map(|h| (0..hidden).map(|o| at(h, i, o) * at(h, j, o)).sum::<f64>()).sum();
+                assert!((found[(i, j)] - sum / group as f64).abs() < 1e-12, "{kv} {i} {j}");
+            }
+        }
+    }
 }

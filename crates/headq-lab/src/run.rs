@@ -583,8 +583,8 @@ pub(crate) fn bases_to_calibrate(schemes: &[Scheme]) -> Vec<BaseScheme> {
     }
     let needs = |s: &&Scheme| s.side().is_some() || s.needs_statistics();
     let any = schemes.iter().find(needs).and_then(|s| {
-        let transformed = s.value.and_then(|value| value.transformed(s.key.as_ref()));
-        s.key.map(|key| key.base).or(transformed)
+        let values = s.value.and_then(|value| value.as_keys(s.key.as_ref()));
+        s.key.map(|key| key.base).or(values)
     });
     match (bases.is_empty(), any) {
         (true, Some(base)) => vec![base],

@@ -161,7 +161,19 @@ impl Request<'_> {
     fn value(&self, policy: Policy, bits: Bits, pool: Pool) -> ValueScheme {
         let ranges = if policy == Policy::Klt { RangeSource::Lloyd } else { RangeSource::Group };
         let (group, residual, sinks) = (None, None, None);
-        ValueScheme { policy, bits, channels: None, ranges, pool, group, residual, sinks, range: 1.0, meta: Meta::F16 }
+        ValueScheme {
+            policy,
+            bits,
+            channels: None,
+            ranges,
+            metric: Metric::Fisher,
+            pool,
+            group,
+            residual,
+            sinks,
+            range: 1.0,
+            meta: Meta::F16,
+        }
     }
 
     fn layers(&self) -> usize {

@@ -268,6 +268,17 @@ impl LanguageModel {
         self.block(layer, x, &pass, attention)
     }
 
+    /// The rows of a layer's output projection W_o: row h · head_dim + i is what channel i of query head h adds to the residual stream.
+    ///
+    /// # Shapes
+    /// - returns `[heads · head_dim, hidden]`, in the type of the weights
+    ///
+    /// # Panics
+    /// If the model has no such layer.
+    pub fn output_projection(&self, layer: usize) -> Tensor<2> {
+        self.blocks[layer].out.weight.val()
+    }
+
     /// The last normalisation.
     pub fn finish(&self, x: Tensor<3>) -> Tensor<3> {
         let shape @ [batch, tokens, width] = x.dims();

@@ -54,25 +54,29 @@ pub fn depends_on_calibration(scheme: &Scheme) -> bool {
     let depends = |base: &BaseScheme| {
         base.quantizer == Quantizer::Klt && (base.ranges != RangeSource::Static || base.pool != Pool::Head)
     };
-    let value = scheme.value.and_then(|v| v.transformed(scheme.key.as_ref()));
+    let value = scheme.value.and_then(|v| v.as_keys(scheme.key.as_ref()));
     scheme.key.is_some_and(|k| depends(&k.base)) || value.is_some_and(|base| depends(&base))
 }
 
 /// Code bits per coded value element, likewise.
 fn value_code_bits(scheme: &Scheme, value: &ValueScheme, keys: Option<&KeyStatistics>, shape: &HeadShape) -> f64 {
-    match (value.transformed(scheme.key.as_ref()), keys.and_then(|keys| keys.values.as_ref())) {
-        (None, _) => value_stored_bits(value, shape.head_dim),
-        (Some(base), None) => transform::most_code_bits(&base, shape.head_dim),
-        (Some(base), Some(values)) => transform::code_bits(&base, values),
+    match value.as_keys(scheme.key.as_ref()) {
+        None => value_stored_bits(value, shape.head_dim),
+        Some(base) => base_code_bits(&base, keys.and_then(|keys| keys.values.as_deref()), shape),
+    }
+}
+
+/// Code bits per coded element of a base quantizer, of keys or of values.
+fn base_code_bits(base: &BaseScheme, rows: Option<&KeyStatistics>, shape: &HeadShape) -> f64 {
+    match rows {
+        Some(rows) if base.quantizer == Quantizer::Klt => transform::code_bits(base, rows),
+        _ => BaseQuantizer::stored_bits(base, shape.head_dim),
     }
 }
 
 /// Code bits per coded key element; where they depend on calibration and `keys` is `None`, the most that they can be.
 pub fn key_code_bits(key: &KeyScheme, keys: Option<&KeyStatistics>, shape: &HeadShape) -> f64 {
-    let base = match keys {
-        Some(keys) if key.base.quantizer == Quantizer::Klt => transform::code_bits(&key.base, keys),
-        _ => BaseQuantizer::stored_bits(&key.base, shape.head_dim),
-    };
+    let base = base_code_bits(&key.base, keys, shape);
     let side = key.side.map_or(0.0, |side| {
         let copies = match side.scope {
             Scope::KvHead => 1.0,
@@ -161,6 +165,8 @@ mod tests {
             assert!((budget(scheme, 512).key_bits - bits).abs() < 1e-12, "{scheme}");
         }
         assert_eq!(budget("dense/token-2(c=32)", 512).value_bits, 3.0);
+        assert_eq!(budget("dense/channel-2(g=128)", 512).value_bits, 2.25);
+        assert_eq!(budget("dense/klt-2(ranges=static,metric=output)", 512).value_bits, 2.0);
         // Static scales and means are part of the model; a rotated token has one scale for c channels, and no zero.
         for (scheme, bits) in [("grid-3(c=1,center)", 3.0), ("rotated-2", 2.25), ("rotated-2(c=16)", 3.0)] {
             assert_eq!(budget(scheme, 512).key_bits, bits, "{scheme}");

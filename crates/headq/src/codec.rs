@@ -27,7 +27,7 @@ pub struct HeadqAttention {
     pub(crate) correction: Option<Correction>,
     /// B_b; `None` where keys are dense.
     pub(crate) base: Option<BaseQuantizer>,
-    /// What values are transformed by; `None` where they are not.
+    /// What values are coded by where they are coded as keys are; `None` where they are not.
     pub(crate) values: Option<BaseQuantizer>,
     #[module(skip)]
     pub(crate) scheme: Scheme,
@@ -69,10 +69,14 @@ impl HeadqAttention {
             let basis = basis.expect("a scheme with a side code comes with a basis");
             Correction::new(&key, basis, layer, device)
         });
-        let transformed = scheme.value.and_then(|value| value.transformed(scheme.key.as_ref()));
-        let values = transformed.map(|base| {
-            let values = keys.and_then(|keys| keys.values.as_ref()).expect("transformed values come with statistics");
-            BaseQuantizer::calibrated(base, values, layer, device)
+        let as_keys = scheme.value.and_then(|value| value.as_keys(scheme.key.as_ref()));
+        let values = as_keys.map(|base| match base.is_static() {
+            false => BaseQuantizer::new(base),
+            true => {
+                let values =
+                    keys.and_then(|keys| keys.values.as_ref()).expect("transformed values come with statistics");
+                BaseQuantizer::calibrated(base, values, layer, device)
+            }
         });
         Self { correction, base, values, scheme, layer }
     }
@@ -168,13 +172,13 @@ impl HeadqAttention {
         (stored, side)
     }
 
-    /// What is stored of whole groups of transformed values: what [`HeadqAttention::code_values`] reads back; `None` where they are not
-    /// transformed.
+    /// What is stored of whole groups of values that are coded as keys are: what [`HeadqAttention::code_values`] reads back; `None` where
+    /// they are not.
     pub(crate) fn store_coefficients(&self, values: Tensor<4>) -> Option<Stored> {
         self.values.as_ref().map(|transform| transform.store(transform.shift(values)))
     }
 
-    /// What is stored of whole groups of values that are not transformed: what [`HeadqAttention::code_values`] reads back; `None` where
+    /// What is stored of whole groups of values that are coded by tokens: what [`HeadqAttention::code_values`] reads back; `None` where
     /// they are dense.
     pub(crate) fn store_values(
         &self,

@@ -61,9 +61,20 @@ pub fn uniform_step(bits: u32) -> f64 {
     static STEPS: [OnceLock<f64>; MOST_BITS as usize] = [const { OnceLock::new() }; MOST_BITS as usize];
     *STEPS[index(bits)].get_or_init(|| {
         let half = 1usize << (bits - 1);
-        let error = |step: f64| distortion(&(0..half).map(|i| (i as f64 + 0.5) * step).collect::<Vec<_>>());
-        golden_section(error, 1e-3, 8.0 / half as f64)
+        golden_section(|step| grid_distortion(bits, step), 1e-3, 8.0 / half as f64)
     })
+}
+
+/// Expected squared error of the uniform grid ±½Δ, ±3⁄2Δ, … of 2^bits levels for a unit Gaussian, whatever Δ is; 1 without bits.
+///
+/// # Panics
+/// If `bits` is above 8.
+pub fn grid_distortion(bits: u32, step: f64) -> f64 {
+    if bits == 0 {
+        return 1.0;
+    }
+    let half = 1usize << index(bits);
+    distortion(&(0..half).map(|i| (i as f64 + 0.5) * step).collect::<Vec<_>>())
 }
 
 /// Expected squared error of the best uniform grid of 2^bits levels ([`uniform_step`]) for a unit Gaussian; 1 without bits.
@@ -75,10 +86,7 @@ pub fn uniform_distortion(bits: u32) -> f64 {
         return 1.0;
     }
     static ERRORS: [OnceLock<f64>; MOST_BITS as usize] = [const { OnceLock::new() }; MOST_BITS as usize];
-    *ERRORS[index(bits)].get_or_init(|| {
-        let (step, half) = (uniform_step(bits), 1usize << (bits - 1));
-        distortion(&(0..half).map(|i| (i as f64 + 0.5) * step).collect::<Vec<_>>())
-    })
+    *ERRORS[index(bits)].get_or_init(|| grid_distortion(bits, uniform_step(bits)))
 }
 
 fn index(bits: u32) -> usize {

@@ -25,8 +25,8 @@ fn weights(value: &ValueScheme, values: &Tensor<4>, masses: Option<Tensor<4>>, p
     let [_, kv_heads, tokens, _] = values.dims();
     let device = values.device();
     match value.policy {
-        // Of `klt` values are transformed, and never come here.
-        Policy::Token | Policy::Klt => None,
+        // Of `channel` and `klt` values are coded as keys are, and never come here.
+        Policy::Token | Policy::Channel | Policy::Klt => None,
         Policy::A2 => Some(masses.expect("a cache under a2 keeps attention masses")),
         Policy::Mse => {
             let values = values.clone().detach();

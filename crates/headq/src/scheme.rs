@@ -85,15 +85,18 @@ pub enum RangeSource {
     Lloyd,
 }
 
-/// What an error in a key costs: the quadratic form M of εᵀMε, with which `klt` measures.
+/// What an error in a key or a value costs: the quadratic form M of εᵀMε, with which `klt` measures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Metric {
-    /// C_q = `E[q qᵀ]`: the squared error of scores.
+    /// C_q = `E[q qᵀ]`: the squared error of scores. Of keys alone.
     #[default]
     Queries,
     /// Mostly F = `E[g gᵀ]` of the gradients of the log-likelihood by what is read from codes: nats lost by the model
     /// ([`crate::transform::metric`]).
     Fisher,
+    /// The mean of W_o,h W_o,hᵀ over the query heads h that read a head, with W_o,h the rows of the output projection that belong to h: the
+    /// squared error of what a token's values add to the residual stream, for equal attention. Of values alone.
+    Output,
 }
 
 /// What shares the bits of `klt`.
@@ -309,7 +312,7 @@ pub enum Scope {
 
 /// How many bits each token's value gets.
 ///
-/// All but `token` and `klt` give the half of each group of G tokens that comes first by some measure one bit more than the mean, and the other
+/// All but `token`, `channel` and `klt` give the half of each group of G tokens that comes first by some measure one bit more than the mean, and the other
 /// half one bit less; a map of one bit per token and head says which.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Policy {
@@ -324,7 +327,10 @@ pub enum Policy {
     Random,
     /// The newer half; a control.
     Recency,
-    /// No policy of tokens: transform coding as [`Quantizer::Klt`] codes keys, in the metric of [`Metric::Fisher`].
+    /// No policy of tokens: per channel over the G tokens of a group, as [`Quantizer::Kivi`] codes keys; a control, since outliers of values
+    /// are tokens and not channels.
+    Channel,
+    /// No policy of tokens: transform coding as [`Quantizer::Klt`] codes keys, in the metric of [`Metric::Fisher`] or [`Metric::Output`].
     Klt,
 }
 
@@ -335,10 +341,12 @@ pub struct ValueScheme {
     pub policy: Policy,
     /// Mean bits per code: 1–8, 2–7 where tokens differ, or as for keys under `klt`.
     pub bits: Bits,
-    /// Channels that share one scale (not `klt`); `None` is the head width.
+    /// Channels that share one scale (not `channel`, not `klt`); `None` is the head width.
     pub channels: Option<usize>,
     /// Where ranges come from; only `klt` has a choice.
     pub ranges: RangeSource,
+    /// What `klt` takes errors in values to cost: [`Metric::Fisher`], which all other policies have, or [`Metric::Output`].
+    pub metric: Metric,
     /// What shares the bits of `klt`.
     pub pool: Pool,
     /// G, R, N where they differ from the key's; all `None` follow the key's (or the defaults where keys are dense).
@@ -485,7 +493,7 @@ impl fmt::Display for Bits {
 impl Policy {
     /// Whether tokens differ in bits.
     pub fn mixed(self) -> bool {
-        !matches!(self, Policy::Token | Policy::Klt)
+        !matches!(self, Policy::Token | Policy::Channel | Policy::Klt)
     }
 
     /// Sinks where the written form gives none and keys are dense.
@@ -528,19 +536,24 @@ impl ValueScheme {
         }
     }
 
-    /// The quantizer of `klt`, which codes values as it codes keys; `None` for the other policies.
-    pub fn transformed(&self, key: Option<&KeyScheme>) -> Option<BaseScheme> {
-        (self.policy == Policy::Klt).then(|| BaseScheme {
-            quantizer: Quantizer::Klt,
+    /// The quantizer of `channel` and `klt`, which code values as keys are coded; `None` for the policies of tokens.
+    pub fn as_keys(&self, key: Option<&KeyScheme>) -> Option<BaseScheme> {
+        let (quantizer, metric) = match self.policy {
+            Policy::Channel => (Quantizer::Kivi, Metric::default()),
+            Policy::Klt => (Quantizer::Klt, self.metric),
+            Policy::Token | Policy::A2 | Policy::Mse | Policy::Random | Policy::Recency => return None,
+        };
+        Some(BaseScheme {
+            quantizer,
             bits: self.bits,
             flush: self.flush(key),
             channels: None,
             range: self.range,
             ranges: self.ranges,
-            metric: Metric::Fisher,
+            metric,
             pool: self.pool,
             rounding: Rounding::Nearest,
-            center: true,
+            center: quantizer == Quantizer::Klt,
             meta: self.meta,
         })
     }
@@ -586,13 +599,14 @@ names!(Quantizer {
     Quantizer::Klt => "klt",
 });
 names!(RangeSource { RangeSource::Group => "group", RangeSource::Static => "static", RangeSource::Lloyd => "lloyd" });
-names!(Metric { Metric::Queries => "queries", Metric::Fisher => "fisher" });
+names!(Metric { Metric::Queries => "queries", Metric::Fisher => "fisher", Metric::Output => "output" });
 names!(Policy {
     Policy::Token => "token",
     Policy::A2 => "a2",
     Policy::Mse => "mse",
     Policy::Random => "random",
     Policy::Recency => "recency",
+    Policy::Channel => "channel",
     Policy::Klt => "klt",
 });
 names!(Family {
@@ -645,7 +659,16 @@ impl Scheme {
     /// Whether it needs gradients among the statistics.
     pub fn needs_gradients(&self) -> bool {
         let key = self.key.is_some_and(|key| key.base.metric == Metric::Fisher);
-        key || self.value.is_some_and(|v| v.policy == Policy::Klt)
+        key || self.transforms_values_by(Metric::Fisher)
+    }
+
+    /// Whether it needs the output projection among the statistics.
+    pub fn needs_output(&self) -> bool {
+        self.transforms_values_by(Metric::Output)
+    }
+
+    fn transforms_values_by(&self, metric: Metric) -> bool {
+        self.value.is_some_and(|v| v.policy == Policy::Klt && v.metric == metric)
     }
 
     /// What shares the bits of keys and of values.
@@ -674,8 +697,8 @@ impl Scheme {
         {
             return fit(format!("rank={} exceeds the head width {head_dim}; give rank=1 to {head_dim}", side.rank));
         }
-        let transformed = self.value.and_then(|v| v.transformed(self.key.as_ref()));
-        for base in self.key.map(|k| k.base).into_iter().chain(transformed) {
+        let values = self.value.and_then(|v| v.as_keys(self.key.as_ref()));
+        for base in self.key.map(|k| k.base).into_iter().chain(values) {
             if base.pool == Pool::Head && base.bits.mean() * (head_dim as f64) < 1.0 {
                 return fit(format!("{base} leaves less than one bit for a head {head_dim} wide; give more bits"));
             }
@@ -784,6 +807,7 @@ impl fmt::Display for ValueScheme {
         options.push_some("sinks", self.sinks);
         options.push_unless("range", self.range, 1.0);
         options.push_unless("ranges", self.ranges, RangeSource::Group);
+        options.push_unless("metric", self.metric, Metric::Fisher);
         options.push_unless("pool", self.pool, Pool::Head);
         options.push_unless("meta", self.meta, Meta::F16);
         write!(f, "{}-{}{options}", self.policy, self.bits)
@@ -919,6 +943,13 @@ impl<'a> Term<'a> {
         }
     }
 
+    /// One of the metrics that keys or values can have, the first where none is given.
+    fn take_metric(&mut self, known: [Metric; 2]) -> Result<Metric, String> {
+        let Some(text) = self.take("metric") else { return Ok(known[0]) };
+        let found = known.into_iter().find(|metric| metric.name() == text);
+        found.ok_or_else(|| format!("option metric: '{text}' is not known here; known are {}, {}", known[0], known[1]))
+    }
+
     fn finish(self, known: &str) -> Result<(), String> {
         match self.options.first() {
             None => Ok(()),
@@ -952,7 +983,7 @@ fn parse_base(text: &str) -> Result<BaseScheme, String> {
     let quantizer: Quantizer = name.parse().map_err(|e| format!("key quantizer {e}"))?;
     let what = format!("bits of '{}'", term.head);
     let ((bits, pool), metric) = match quantizer {
-        Quantizer::Klt => (term.klt_bits(bits, &what)?, term.take_named("metric")?),
+        Quantizer::Klt => (term.klt_bits(bits, &what)?, term.take_metric([Metric::Queries, Metric::Fisher])?),
         _ => ((Bits::whole(whole(bits, &what, 1..=8)?), Pool::Head), Metric::Queries),
     };
     let (default, rounding) = (Flush::default(), term.take_rounding(quantizer)?);
@@ -1031,11 +1062,13 @@ fn parse_value(text: &str) -> Result<Option<ValueScheme>, String> {
         ));
     }
     let (ranges, meta) = term.take_ranges(if klt { Quantizer::Klt } else { Quantizer::Token })?;
+    let whole_heads = klt || policy == Policy::Channel;
     let value = ValueScheme {
         policy,
         bits,
-        channels: if klt { None } else { term.take_usize("c", 1..=MOST_TOKENS)? },
+        channels: if whole_heads { None } else { term.take_usize("c", 1..=MOST_TOKENS)? },
         ranges,
+        metric: if klt { term.take_metric([Metric::Fisher, Metric::Output])? } else { Metric::Fisher },
         pool,
         group: term.take_usize("g", 1..=MOST_TOKENS)?,
         residual: term.take_usize("r", 0..=MOST_TOKENS)?,
@@ -1043,7 +1076,11 @@ fn parse_value(text: &str) -> Result<Option<ValueScheme>, String> {
         range: term.take_range(if klt { MOST_KLT_RANGE } else { 1.0 })?,
         meta,
     };
-    term.finish(if klt { "g, r, sinks, range, ranges, pool, meta" } else { "c, g, r, sinks, range, meta" })?;
+    term.finish(match policy {
+        Policy::Klt => "g, r, sinks, range, ranges, metric, pool, meta",
+        Policy::Channel => "g, r, sinks, range, meta",
+        _ => "c, g, r, sinks, range, meta",
+    })?;
     Ok(Some(value))
 }
 
@@ -1138,7 +1175,7 @@ mod tests {
             range,
             (prop::sample::select(RangeSource::ALL), rounding),
             meta,
-            (any::<bool>(), prop::sample::select(Metric::ALL), pool()),
+            (any::<bool>(), prop_oneof![Just(Metric::Queries), Just(Metric::Fisher)], pool()),
         )
             .prop_map(|(quantizer, (bits, thousandths), flush, c, range, (ranges, rounding), meta, more)| {
                 let (center, metric, pool) = more;
@@ -1177,19 +1214,22 @@ mod tests {
             });
         let token = prop::option::of(0usize..200);
         const MIXED: &[Policy] = &[Policy::A2, Policy::Mse, Policy::Random, Policy::Recency];
+        let plain = |(policy, bits)| (policy, Bits::whole(bits), Pool::Head, (RangeSource::Group, Metric::Fisher));
+        let metric = prop_oneof![Just(Metric::Fisher), Just(Metric::Output)];
         let policy = prop_oneof![
-            (Just(Policy::Token), (1u32..=8).prop_map(Bits::whole), Just(Pool::Head), Just(RangeSource::Group)),
-            (prop::sample::select(MIXED), (2u32..=7).prop_map(Bits::whole), Just(Pool::Head), Just(RangeSource::Group)),
-            (Just(Policy::Klt), 250u32..=6000, pool(), prop::sample::select(RangeSource::ALL))
-                .prop_map(|(policy, bits, pool, ranges)| (policy, pooled(pool, bits), pool, ranges)),
+            (prop_oneof![Just(Policy::Token), Just(Policy::Channel)], 1u32..=8).prop_map(plain),
+            (prop::sample::select(MIXED), 2u32..=7).prop_map(plain),
+            (Just(Policy::Klt), 250u32..=6000, pool(), (prop::sample::select(RangeSource::ALL), metric))
+                .prop_map(|(policy, bits, pool, how)| (policy, pooled(pool, bits), pool, how)),
         ];
         let value = (policy, prop::option::of(1usize..200), prop::option::of(1usize..100), token.clone(), token)
-            .prop_map(|((policy, bits, pool, ranges), channels, group, residual, sinks)| ValueScheme {
+            .prop_map(|((policy, bits, pool, (ranges, metric)), channels, group, residual, sinks)| ValueScheme {
                 policy,
                 bits,
                 ranges,
+                metric,
                 pool,
-                channels: channels.filter(|_| policy != Policy::Klt),
+                channels: channels.filter(|_| !matches!(policy, Policy::Channel | Policy::Klt)),
                 // A mixed policy's own group is even, and never the key's, which may be odd.
                 group: if policy.mixed() { Some(2 * group.unwrap_or(16)) } else { group },
                 residual,
@@ -1225,6 +1265,8 @@ mod tests {
             "rotated-2(g=32,r=32,c=16)",
             "kivi-2(g=32,r=32,range=0.85,center,meta=f32)/a2-2(c=32)",
             "dense/recency-3",
+            "dense/channel-2(g=128,r=32,sinks=4)",
+            "dense/klt-2(r=32,ranges=static,metric=output)",
             "klt-2(g=32,r=32)",
             "klt-1.5(g=128,r=128)",
             "klt-2.25(g=32,r=0,sinks=0,range=1.25,meta=f32)",
@@ -1301,7 +1343,14 @@ mod tests {
             ("kivi-2+query-pca(rank=0,bits=4)", "rank: expected"),
             ("kivi-2+query-pca(rank=4,bits=1)", "bits: expected a whole number from 2 to 8"),
             ("kivi-2+query-pca(rank=4,bits=4,sign=2)", "known are 1, -1"),
-            ("kivi-2/kivi-2", "value policy 'kivi' is not known; known are dense, token, a2, mse, random, recency"),
+            (
+                "kivi-2/kivi-2",
+                "value policy 'kivi' is not known; known are dense, token, a2, mse, random, recency, channel, klt",
+            ),
+            ("kivi-2/channel-2(c=4)", "option 'c' of 'channel-2' is not known; known are g, r, sinks, range, meta"),
+            ("kivi-2/channel-2(metric=output)", "option 'metric' of 'channel-2' is not known"),
+            ("klt-2(metric=output)", "option metric: 'output' is not known here; known are queries, fisher"),
+            ("klt-2/klt-2(metric=queries)", "option metric: 'queries' is not known here; known are fisher, output"),
             ("kivi-2(range=0)", "above 0 and at most 1"),
             ("kivi-2(range=nan)", "above 0 and at most 1"),
             ("kivi-2(meta=f8)", "known are f16, f32"),

@@ -100,6 +100,9 @@ pub struct LayerStats {
     pub gradients: Option<GradientMoments>,
     /// Some of the keys and values themselves, where they were kept.
     pub sample: Option<Sample>,
+    /// The mean of W_o,h W_o,hᵀ over the query heads h that share a KV head, where W_o,h are the rows of the output projection that belong to
+    /// h; by KV head, where it was kept: `[head_dim, head_dim]` each.
+    pub output: Option<Vec<DMatrix<f64>>>,
 }
 
 /// Moments of the gradients of a sampled token's log-likelihood by what attention reads from codes: `E[g gᵀ]` is a block of the Fisher
@@ -155,6 +158,7 @@ impl LayerStats {
             v: empty(kv_heads),
             gradients: None,
             sample: None,
+            output: None,
         }
     }
 
@@ -169,7 +173,9 @@ impl LayerStats {
 
     /// Whether all sums are finite.
     pub fn is_finite(&self) -> bool {
+        let output = self.output.iter().flatten().flat_map(DMatrix::iter);
         self.parts().iter().flat_map(|(_, moments)| *moments).all(Moments::is_finite)
+            && output.copied().all(f64::is_finite)
     }
 
     /// Adds rows of all heads, each slice `[heads, n, head_dim]` (`e` may have fewer rows than the others).
@@ -186,8 +192,11 @@ impl LayerStats {
         fill(&mut self.v, v);
     }
 
-    /// Adds what another accumulator has seen.
+    /// Adds what another accumulator of the same layer has seen.
     pub fn merge(&mut self, other: &LayerStats) {
+        if self.output.is_none() {
+            self.output = other.output.clone();
+        }
         for (mine, theirs) in
             [(&mut self.q, &other.q), (&mut self.k, &other.k), (&mut self.e, &other.e), (&mut self.v, &other.v)]
         {
@@ -227,14 +236,16 @@ pub struct HeadMoments {
     pub keys: DMatrix<f64>,
     /// F = `E[g gᵀ]` of the gradients by keys ([`GradientMoments`]), where they were taken: `[head_dim, head_dim]`.
     pub gradients: Option<DMatrix<f64>>,
+    /// Of values, what reads them ([`LayerStats::output`]), where it was kept: `[head_dim, head_dim]`.
+    pub output: Option<DMatrix<f64>>,
     /// Some of the keys less their mean, in runs of [`SAMPLE_RUN`]; empty where none were kept: `[tokens, head_dim]`.
     pub sample: Vec<f32>,
 }
 
 impl HeadMoments {
-    /// Without gradients and sample.
+    /// Without gradients, output projection and sample.
     pub fn new(queries: DMatrix<f64>, keys: DMatrix<f64>) -> Self {
-        Self { queries, keys, gradients: None, sample: Vec::new() }
+        Self { queries, keys, gradients: None, output: None, sample: Vec::new() }
     }
 }
 
@@ -310,6 +321,7 @@ impl KeyStatistics {
                 queries: layer.pooled_queries(head).second(),
                 keys: layer.k[head].covariance(),
                 gradients: of_keys(layer, head),
+                output: None,
                 sample: centered(rows(layer, head, |s| &s.k), &layer.k[head]),
             },
         )?;
@@ -320,6 +332,7 @@ impl KeyStatistics {
                 queries: DMatrix::identity(all.head_dim, all.head_dim),
                 keys: layer.v[head].covariance(),
                 gradients: of_values(layer, head),
+                output: layer.output.as_ref().map(|output| output[head].clone()),
                 sample: centered(rows(layer, head, |s| &s.v), &layer.v[head]),
             },
         )?));
@@ -363,11 +376,19 @@ impl KeyStatistics {
     /// Whether they hold what a scheme needs.
     ///
     /// # Errors
-    /// [`crate::Error::Keys`] where gradients are needed and were not taken.
+    /// [`crate::Error::Keys`] where gradients or the output projection are needed and were not taken.
     pub fn check(&self, scheme: &Scheme) -> Result<(), crate::Error> {
         if scheme.needs_gradients() && self.moments.iter().any(|m| m.gradients.is_none()) {
             return Err(crate::Error::Keys {
                 reason: format!("they hold no gradients, which {scheme} needs; calibrate with --gradients"),
+            });
+        }
+        let outputs = || self.values.iter().flat_map(|values| values.moments.iter().map(|m| &m.output));
+        if scheme.needs_output() && (self.values.is_none() || outputs().any(Option::is_none)) {
+            return Err(crate::Error::Keys {
+                reason: format!(
+                    "they hold no output projection, which {scheme} needs; calibrate again with this version"
+                ),
             });
         }
         for pool in scheme.pools() {

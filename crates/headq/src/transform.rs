@@ -8,7 +8,8 @@
 //!
 //! M is C_q = `E[q qᵀ]` of the queries that read a head, and the cost the squared error of scores (`metric=queries`); or it is made of the
 //! gradients of the model's log-likelihood, and the cost in nats (`metric=fisher`, [`metric`]), which can be compared between heads: so
-//! that one pool of bits serves the whole model (`pool=model`). Values are coded in the same way, by gradients.
+//! that one pool of bits serves the whole model (`pool=model`). Values are coded in the same way, by gradients or by the output
+//! projection that reads them (`metric=output`).
 //!
 //! M is taken relative to its mean eigenvalue, so that coefficients have the size of keys and their scales fit in halves, and its
 //! eigenvalues are floored at [`QUERY_FLOOR`] of the largest, because what mattered little in calibration may matter later.
@@ -37,7 +38,7 @@ use nalgebra::{DMatrix, DVector};
 use rayon::prelude::*;
 
 use crate::basis::descending_eigen;
-use crate::gaussian::{lloyd_max, uniform_distortion, uniform_step};
+use crate::gaussian::{grid_distortion, lloyd_max, uniform_distortion, uniform_step};
 use crate::quant::{BaseParts, Stored, float_dtype, plain, stored};
 use crate::scheme::{
     BaseScheme, Bits, MOST_KLT_BITS, MOST_LLOYD_BITS, MOST_POOLED_BITS, Meta, Metric, Pool, RangeSource,
@@ -81,19 +82,21 @@ pub struct HeadTransform {
     pub bits: Vec<u32>,
     /// Levels of coefficients of unit variance with 1, 2, … bits, ascending, under `ranges=lloyd`.
     pub levels: Vec<Vec<f64>>,
-    /// Factor on the half-width of min/max ranges of coefficients with 0, 1, 2, … bits ([`range_factor`] where there is no sample).
+    /// Of coefficients with 0, 1, 2, … bits: the factor on the half-width of min/max ranges ([`range_factor`] where there is no sample), under
+    /// `ranges=static` that on the best step for a Gaussian of their variance ([`uniform_step`]).
     pub factors: Vec<f64>,
 }
 
 /// The metric M of one head in which errors are measured: `[head_dim, head_dim]`.
 ///
-/// Of [`Metric::Fisher`] it is tr F · (0.75 F/tr F + 0.2 C_q/tr C_q + 0.05 I/d), where F are the second moments of gradients.
+/// Of [`Metric::Queries`] and [`Metric::Output`] it is what [`HeadMoments`] holds, of [`Metric::Fisher`] it is tr F · (0.75 F/tr F + 0.2 C_q/tr C_q + 0.05 I/d), where F are the second moments of gradients.
 ///
 /// # Panics
-/// If the metric needs gradients and there are none ([`KeyStatistics::check`]).
+/// If the metric needs gradients or the output projection and there are none ([`KeyStatistics::check`]).
 pub fn metric(moments: &HeadMoments, metric: Metric) -> DMatrix<f64> {
     match metric {
         Metric::Queries => moments.queries.clone(),
+        Metric::Output => moments.output.clone().expect("statistics were checked for the output projection"),
         Metric::Fisher => {
             let gradients = moments.gradients.as_ref().expect("statistics were checked for gradients");
             let (d, cost) = (gradients.nrows(), gradients.trace());
@@ -152,20 +155,19 @@ impl HeadTransform {
         let coded: f64 = assigned.iter().zip(spreads.iter()).filter(|(bits, _)| **bits > 0).map(|(_, s)| s).sum();
         let stored = if spreads.sum() > 0.0 { coded / spreads.sum() } else { 1.0 };
         let of_bits = |bits: u32| (0..width).filter(move |&i| assigned[i] == bits && spreads[i] > 0.0);
+        // Numbers of unit variance and the variance that they are of.
+        let classed = |bits: u32| -> Vec<(f64, f64)> {
+            let of = |i: usize| sample.row(i).iter().map(|y| (y / spreads[i].sqrt(), spreads[i])).collect::<Vec<_>>();
+            of_bits(bits).flat_map(of).collect()
+        };
         let fitted = |bits: u32| {
             let gaussian = lloyd_max(bits).levels.clone();
-            let classed: Vec<(f64, f64)> = of_bits(bits)
-                .flat_map(|i| {
-                    let spread = spreads[i];
-                    sample.row(i).iter().map(|y| (y / spread.sqrt(), spread)).collect::<Vec<_>>()
-                })
-                .collect();
+            let classed = classed(bits);
             let (levels, kept) = match classed.len() < LEAST_SAMPLE {
                 true => (gaussian, 1.0 - lloyd_max(bits).distortion),
                 false => {
                     let levels = lloyd(classed.clone(), gaussian.len());
-                    let read = |&(y, spread): &(f64, f64)| (y * spread.sqrt(), nearest(&levels, y) * spread.sqrt());
-                    let kept = kept_of(classed.iter().map(read));
+                    let kept = kept_of(classed.iter().map(weighted(&levels)));
                     (levels, kept)
                 }
             };
@@ -191,7 +193,18 @@ impl HeadTransform {
                 }
             }
         };
-        let factors = (0..=MOST_POOLED_BITS).map(factor).collect();
+        let step = |bits: u32| {
+            let (factor, kept) = match (bits, classed(bits)) {
+                (0, _) => return 1.0,
+                (_, few) if few.len() < LEAST_SAMPLE => (1.0, 1.0 - uniform_distortion(bits)),
+                (_, classed) => best_step(&classed, bits),
+            };
+            factor * gain(base.metric, kept, stored)
+        };
+        let factors = match base.ranges {
+            RangeSource::Static => (0..=MOST_POOLED_BITS).map(step).collect(),
+            RangeSource::Group | RangeSource::Lloyd => (0..=MOST_POOLED_BITS).map(factor).collect(),
+        };
         (self.levels, self.factors) = (levels, factors);
     }
 
@@ -200,9 +213,11 @@ impl HeadTransform {
         self.bits.iter().filter(|b| **b > 0).count()
     }
 
-    /// Expected squared coefficient error on uniform grids of calibrated steps, for Gaussian keys: Σ λ_i · D(b_i).
+    /// Expected squared coefficient error on the uniform grids of `ranges=static`, for Gaussian keys: Σ λ_i · D_i, with D_i the distortion of
+    /// a unit Gaussian by the grid of coefficient i. Of transforms that were fitted for other ranges it says nothing.
     pub fn distortion(&self) -> f64 {
-        self.spread.iter().zip(&self.bits).map(|(s, b)| s * uniform_distortion(*b)).sum()
+        let of = |bits: u32| grid_distortion(bits, uniform_step(bits.max(1)) * self.factors[bits as usize]);
+        self.spread.iter().zip(&self.bits).map(|(s, b)| s * of(*b)).sum()
     }
 
     /// Code bits per element: codes, scales and zeros.
@@ -259,29 +274,54 @@ fn best_factor(rows: &[Vec<f64>], run: usize, bits: u32) -> (f64, f64) {
         // Runs are whole: those of different places of a text do not share a range.
         rows.iter().flat_map(|row| row.chunks(SAMPLE_RUN).flat_map(|r| r.chunks(run))).flat_map(of_run)
     };
-    let error = |factor: f64| read(factor).map(|(y, read)| (y - read).powi(2)).sum::<f64>();
-    let all = (20..=80).map(|i| f64::from(i) * 0.02).map(|factor| (error(factor), factor));
-    let (_, factor) = all.min_by(|a, b| a.0.total_cmp(&b.0)).unwrap_or((0.0, 1.0));
+    let factor = least_error(|factor| read(factor).map(|(y, read)| (y - read).powi(2)).sum());
     (factor, kept_of(read(factor)))
+}
+
+/// The factor on [`uniform_step`] that leaves the least squared error in numbers of unit variance, and the share of them that is kept.
+///
+/// # Shapes
+/// `numbers`: each with the variance that it stands for
+fn best_step(numbers: &[(f64, f64)], bits: u32) -> (f64, f64) {
+    let cells = 1u32 << bits;
+    let levels = |factor: f64| -> Vec<f64> {
+        let step = factor * uniform_step(bits);
+        (0..cells).map(|code| (f64::from(code) - 0.5 * f64::from(cells - 1)) * step).collect()
+    };
+    let error = |levels: Vec<f64>| numbers.iter().map(weighted(&levels)).map(|(y, read)| (y - read).powi(2)).sum();
+    let factor = least_error(|factor| error(levels(factor)));
+    (factor, kept_of(numbers.iter().map(weighted(&levels(factor)))))
+}
+
+/// A number of unit variance and the level that it is read as, both in the units of the variance that it stands for.
+fn weighted(levels: &[f64]) -> impl Fn(&(f64, f64)) -> (f64, f64) {
+    move |&(y, variance)| (y * variance.sqrt(), nearest(levels, y) * variance.sqrt())
+}
+
+/// Which factor from 0.4 to 1.6, in steps of 0.02, leaves the least error.
+fn least_error(error: impl Fn(f64) -> f64) -> f64 {
+    let all = (20..=80).map(|i| f64::from(i) * 0.02).map(|factor| (error(factor), factor));
+    all.min_by(|a, b| a.0.total_cmp(&b.0)).map_or(1.0, |(_, factor)| factor)
 }
 
 /// What levels are multiplied by, given the share of y that its least-squares levels keep ([`kept_of`]), and the share of Λ that is stored.
 ///
 /// Levels of least squared error shrink, and coefficients without bits are gone. Where the metric is that of scores, shrunken scores
 /// flatten every softmax, which squared errors do not see, and levels are spread until scores keep their size: each class of coefficients
-/// its own, all together that of those that are not stored. Where the metric is that of gradients, which did see the softmax, least
-/// squares are left alone.
+/// its own, all together that of those that are not stored. Where the metric is that of gradients, which did see the softmax, or values
+/// are read, which no softmax follows, least squares are left alone.
 fn gain(by: Metric, kept: f64, stored: f64) -> f64 {
     match by {
         Metric::Queries => 1.0 / (kept * stored).max(LEAST_KEPT),
-        Metric::Fisher => 1.0,
+        Metric::Fisher | Metric::Output => 1.0,
     }
 }
 
 /// The level nearest to a number, of ascending ones.
 fn nearest(levels: &[f64], y: f64) -> f64 {
-    let at = levels.windows(2).take_while(|w| y > 0.5 * (w[0] + w[1])).count();
-    levels[at]
+    let after = levels.partition_point(|level| *level < y).clamp(1, levels.len() - 1);
+    let [below, above] = [levels[after - 1], levels[after]];
+    if y - below <= above - y { below } else { above }
 }
 
 /// Which share of numbers y is left in what they read back as: Σ y·ŷ over Σ y².
@@ -577,7 +617,7 @@ impl Transform {
         let measure = |f: &HeadTransform, i: usize| match f.bits[i] {
             0 => 0.0,
             b if stores_range(base, b) => f.factors[b as usize] * range,
-            b => uniform_step(b) * f.spread[i].sqrt() * range,
+            b => uniform_step(b) * f.spread[i].sqrt() * f.factors[b as usize] * range,
         };
         let levels = |f: &HeadTransform, i: usize| match f.bits[i] {
             b @ 1..=MOST_LLOYD_BITS => {
@@ -953,6 +993,9 @@ mod tests {
             let predicted = head.distortion() * moments.queries.trace() / 16.0;
             let measured = score_error(&keys, read, &moments.queries);
             assert!((measured / predicted - 1.0).abs() < 0.1, "{scheme}: {measured} for {predicted}");
+            // What grids of least squared error would leave: steps that keep the size of scores cost little more.
+            let least = head.spread.iter().zip(&head.bits).map(|(s, b)| s * uniform_distortion(*b)).sum::<f64>();
+            assert!((1.0..1.2).contains(&(head.distortion() / least)), "{scheme}: {} and {least}", head.distortion());
         }
     }
 
@@ -1054,6 +1097,7 @@ mod tests {
                         }
                         RangeSource::Static => {
                             let step = uniform_step(head.bits[i]) * head.spread[i].sqrt() * 0.6;
+                            let step = step * head.factors[head.bits[i] as usize];
                             (0.0, step * f64::from(1u32 << head.bits[i]) / 2.0)
                         }
                     };

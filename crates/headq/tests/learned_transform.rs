@@ -93,7 +93,7 @@ fn freeze(head: &HeadTransform, base: &BaseScheme, i: usize, y: &[f64], rho: f64
         RangeSource::Lloyd if bits <= MOST_LLOYD_BITS => {
             (0.0, head.levels[bits as usize - 1].iter().map(|l| l * size).collect())
         }
-        RangeSource::Static => (0.0, even(uniform_step(bits) * size)),
+        RangeSource::Static => (0.0, even(uniform_step(bits) * size * head.factors[bits as usize])),
         RangeSource::Group | RangeSource::Lloyd => {
             let (low, high) = y.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(l, h), v| (l.min(*v), h.max(*v)));
             let factor = head.factors[bits as usize] * f64::from(base.range);

@@ -235,6 +235,10 @@ fn diagnostics_agree_with_the_definitions() {
         "dense/a2-2(g=8,r=5,c=4,sinks=1)",
         "kivi-2(g=8,r=5)/random-2(c=4)",
         "kivi-2(g=8,r=5)/recency-2(c=4)",
+        "dense/channel-2(g=8,r=5)",
+        "kivi-2(g=8,r=5)/channel-3(g=4,r=9,range=0.9)",
+        "dense/klt-2(g=8,r=5,metric=output)",
+        "klt-2(g=8,r=5)/klt-2.5(ranges=static,metric=output)",
     ] {
         let scheme: Scheme = scheme.parse().unwrap();
         for (window, tokens) in [(None, 45), (Some(9), 45), (None, 150), (Some(40), 150)] {

@@ -162,6 +162,8 @@ fn long_contexts_and_wide_heads_cross_pages_and_pieces() {
         ("klt-1.25(g=16,r=7,sinks=70)", (14, 2, Some(200)), 80, 500),
         ("klt-3(g=20,r=33)/token-3(g=64,r=64)", (4, 2, None), 24, 400),
         ("klt-2.5(g=1,r=16,ranges=static)", (6, 6, None), 32, 400),
+        ("kivi-2(g=32,r=32)/channel-3(g=100,r=7,sinks=2)", (9, 3, Some(250)), 64, 500),
+        ("dense/klt-2.5(g=16,r=16,ranges=static,metric=output)", (14, 2, None), 80, 400),
         ("klt-1.5(g=32,r=32,ranges=lloyd,metric=fisher)+learned(rank=4,bits=2)", (9, 3, None), 64, 400),
         ("kivi-2(g=32,r=32,range=0.85,rounding=score-aware)+query-pca(rank=4,bits=4)", (9, 3, None), 64, 400),
         ("dense/token-4(g=64,r=64)", (32, 4, None), 128, 500),
@@ -224,6 +226,7 @@ fn cutting_and_appending_again_is_never_having_gone_further() {
         ("dense", 0),
         ("rotated-3(g=3,r=7)/random-2(g=4)", 6),
         ("klt-1.5(g=8,r=5)/token-2", 9),
+        ("dense/channel-2(g=8,r=5)", 9),
     ] {
         let case = Case::new(scheme, (4, 2, None), 16, 90);
         let mut cache = case.cache(DenseType::F16, rewind);
@@ -278,6 +281,8 @@ fn bytes_are_those_of_the_accounting() {
         "klt-2(g=32,r=32,ranges=static)",
         "klt-3(g=128,r=128,ranges=lloyd,metric=fisher)/klt-4(ranges=lloyd)",
         "dense/klt-2(g=128,r=124)",
+        "dense/klt-3(g=32,r=32,ranges=static,metric=output)",
+        "dense/channel-2(g=128,r=124)",
         "dense/token-2(c=32)",
         "dense",
     ] {
@@ -318,6 +323,7 @@ fn a_saved_cache_loads_bit_for_bit_and_anything_else_is_refused() {
         "klt-2(g=4,r=5,ranges=static)",
         "klt-4(g=4,r=5,ranges=lloyd,metric=fisher)/klt-4(ranges=lloyd)",
         "dense/klt-2.5(g=8,r=5)",
+        "dense/channel-2(g=8,r=5)",
         "dense",
     ] {
         let case = Case::new(scheme, (4, 2, None), 16, 60);
@@ -370,6 +376,7 @@ fn a_cache_of_another_calibration_is_refused() {
         "klt-2(g=8,r=5,ranges=static)",
         "klt-2(g=8,r=5,ranges=lloyd,metric=fisher)",
         "dense/klt-2(g=8,r=5,ranges=lloyd)",
+        "dense/klt-2(g=8,r=5,ranges=static,metric=output)",
         "grid-2(g=8,r=5)",
         "kivi-2(g=8,r=5,center)",
     ] {

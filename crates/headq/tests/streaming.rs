@@ -97,6 +97,8 @@ fn long_texts_cross_tiles() {
         ("dense/a2-2(g=200,r=0)", None),
         ("klt-2(g=16,r=40)/token-2(c=4)", None),
         ("klt-1.5(g=8,r=5,ranges=static)", Some(130)),
+        ("dense/channel-2(g=16,r=40)", Some(130)),
+        ("dense/klt-2(g=16,r=40,metric=output)", None),
         ("kivi-2(g=16,r=5,rounding=score-aware)", None),
     ] {
         let scheme: Scheme = scheme.parse().unwrap();

@@ -137,8 +137,8 @@ impl Plan {
         rows.push(against(Role::Control, self.flipped()));
         rows.extend(self.one_more_bit().map(|s| against(Role::Control, s)));
         rows.extend(self.published().into_iter().map(|s| (Role::Published, s, None)));
-        // `klt` is no policy of tokens, and takes gradients.
-        let policies = || Policy::ALL.iter().copied().filter(|p| *p != Policy::Klt);
+        // What is no policy of tokens has other bits at the same name, or takes gradients.
+        let policies = || Policy::ALL.iter().copied().filter(|p| !matches!(p, Policy::Channel | Policy::Klt));
         rows.extend(policies().map(|p| (Role::Values, self.alone(p, 2), None)));
         rows.extend(policies().map(|p| (Role::Full, self.beside(base, p, 2), None)));
         rows.extend(policies().map(|p| {

@@ -22,7 +22,7 @@ use crate::codec::{CodedKeys, HeadqAttention};
 use crate::gaussian::lloyd_max;
 use crate::quant::{BaseQuantizer, Stored};
 use crate::rotation::kept_rotation;
-use crate::scheme::{KeyScheme, Policy, Quantizer, RangeSource, Scope, SideScales};
+use crate::scheme::{BaseScheme, KeyScheme, Policy, Quantizer, RangeSource, Scope, SideScales};
 use crate::seam::AttentionSite;
 use crate::transform::Packed;
 
@@ -41,24 +41,24 @@ struct Side {
     by_query_head: bool,
 }
 
-/// Codes of transformed values, and what turns them back.
+/// Codes of values that are coded as keys are, and what turns them back.
 #[derive(Debug, Clone)]
 struct Coefficients {
     codes: KeyCodes,
     /// Those that have ranges stored, where those of `codes` have none.
     ranged: Option<KeyCodes>,
-    /// S of each head: `[kv_heads, head_dim, head_dim]`.
-    synthesis: Vec<f32>,
-    /// `[kv_heads, head_dim]`
-    mean: Vec<f32>,
+    /// S of each head, `[kv_heads, head_dim, head_dim]`, and means, `[kv_heads, head_dim]`; `None` where codes are of the values themselves.
+    back: Option<(Vec<f32>, Vec<f32>)>,
 }
 
 impl Coefficients {
-    fn new(quantizer: &BaseQuantizer) -> Self {
+    fn new(quantizer: &BaseQuantizer, shape: HeadShape) -> Self {
+        let Some(side) = quantizer.query_side() else {
+            return Self { codes: channel_codes(quantizer.scheme(), shape), ranged: None, back: None };
+        };
         let (codes, ranged) = transformed_codes(quantizer);
-        let side = quantizer.query_side().expect("values are transformed");
         let mean = quantizer.offset().expect("transformed values have a mean");
-        Self { codes, ranged, synthesis: host(side.swap_dims(1, 2)), mean: host(mean) }
+        Self { codes, ranged, back: Some((host(side.swap_dims(1, 2)), host(mean))) }
     }
 
     fn all(&self) -> impl Iterator<Item = &KeyCodes> {
@@ -91,8 +91,11 @@ impl Coefficients {
     /// Adds Σ_t p_t · v̂_t to `out`, given what [`Coefficients::add_sums`] adds up: `[head_dim + 1]`.
     fn add_values(&self, head: usize, sums: &[f32], turned: &mut [f32], out: &mut [f32]) {
         let d = self.codes.width();
-        kernels::matrix_vector(&self.synthesis[head * d * d..][..d * d], &sums[..d], turned);
-        for (out, (x, mean)) in out.iter_mut().zip(turned.iter().zip(&self.mean[head * d..])) {
+        let Some((synthesis, mean)) = &self.back else {
+            return out.iter_mut().zip(sums).for_each(|(out, sum)| *out += sum);
+        };
+        kernels::matrix_vector(&synthesis[head * d * d..][..d * d], &sums[..d], turned);
+        for (out, (x, mean)) in out.iter_mut().zip(turned.iter().zip(&mean[head * d..])) {
             *out += mean.mul_add(sums[d], *x);
         }
     }
@@ -105,9 +108,16 @@ impl Coefficients {
             codes.read(head, token, &mut own);
             y.iter_mut().zip(&own).for_each(|(y, own)| *y += own);
         }
-        kernels::matrix_vector(&self.synthesis[head * d * d..][..d * d], &y, out);
-        out.iter_mut().zip(&self.mean[head * d..]).for_each(|(out, mean)| *out += mean);
+        let Some((synthesis, mean)) = &self.back else { return out.copy_from_slice(&y) };
+        kernels::matrix_vector(&synthesis[head * d * d..][..d * d], &y, out);
+        out.iter_mut().zip(&mean[head * d..]).for_each(|(out, mean)| *out += mean);
     }
+}
+
+/// Room for codes of each channel, with a range for each group.
+fn channel_codes(base: &BaseScheme, shape: HeadShape) -> KeyCodes {
+    let bits = vec![vec![base.bits.ceil(); shape.head_dim]; shape.kv_heads];
+    KeyCodes::new(shape.head_dim, &bits, group_ranges(base.meta.into(), &bits, base.flush.group), Tables::None)
 }
 
 /// Room for the coefficients of a transform: all, or those without stored ranges and those with.
@@ -147,7 +157,7 @@ pub(super) struct PackedLayer {
     key_ranged: Option<KeyCodes>,
     side: Option<Side>,
     pub value_codes: Option<ValueCodes>,
-    /// Of transformed values.
+    /// Of values that are coded as keys are.
     coefficients: Option<Coefficients>,
     /// What turns the queries of each KV head to what base codes are of, where that is not the keys: `[width, head_dim]` each.
     turns: Option<Vec<Arc<[f32]>>>,
@@ -316,7 +326,7 @@ impl PackedLayer {
             let decoder = host(decoder).into_iter().map(|u| u * side.sign.factor() as f32).collect();
             Side { codes, decoder, by_query_head }
         });
-        let coefficients = module.values.as_ref().map(Coefficients::new);
+        let coefficients = module.values.as_ref().map(|quantizer| Coefficients::new(quantizer, shape));
         let value_codes = scheme.value.filter(|_| coefficients.is_none()).map(|value| {
             let flush = value.flush(scheme.key.as_ref());
             let widths = if value.policy.mixed() {

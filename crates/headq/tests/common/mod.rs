@@ -7,7 +7,7 @@ use std::sync::Arc;
 use burn::tensor::{Device, Tensor, TensorData};
 use half::f16;
 use headq::basis::{TrainedSide, TrainedTransform};
-use headq::gaussian::{lloyd_max, uniform_step};
+use headq::gaussian::{lloyd_max, uniform_distortion, uniform_step};
 use headq::scheme::{
     BaseScheme, Family, Flush, MOST_LLOYD_BITS, Metric, Policy, Quantizer, RangeSource, Scheme, Scope, SideScales,
     ValueScheme,
@@ -62,6 +62,10 @@ pub const SCHEMES: &[&str] = &[
     "klt-1(g=8,r=5,metric=fisher)/klt-1.5(r=9)",
     "kivi-2(g=8,r=5,sinks=1)/klt-4(g=4,r=9,sinks=2,ranges=lloyd,meta=f32)",
     "dense/klt-2.5(g=8,r=5,ranges=lloyd)",
+    "klt-2(g=8,r=5)/klt-2.5(ranges=static,metric=output)",
+    "dense/klt-3(g=8,r=5,ranges=lloyd,metric=output)",
+    "dense/channel-2(g=8,r=5)",
+    "kivi-2(g=8,r=5)+query-pca(rank=4,bits=4)/channel-3(g=4,r=9,sinks=2,range=0.9)",
     "klt-2(g=8,r=5)+learned(rank=4,bits=3)",
     "klt-3(g=8,r=0,sinks=1,ranges=static)+learned(rank=2,bits=4)/klt-3(ranges=static)",
     "klt-4.5(g=8,r=5,ranges=lloyd)+learned(rank=4,bits=3,scales=token)/token-2(c=8)",
@@ -160,6 +164,7 @@ pub fn key_statistics(kv_heads: usize, width: usize) -> KeyStatistics {
     let moments = |salt: usize| {
         let of = move |head| HeadMoments {
             gradients: Some(second(head, salt + 2)),
+            output: Some(second(head, salt + 3)),
             ..HeadMoments::new(second(head, salt), second(head, salt + 1))
         };
         (0..kv_heads).map(of).collect()
@@ -243,7 +248,9 @@ fn transform_and_code(rows: &[Vec<f64>], base: &BaseScheme, moments: &HeadMoment
                 cells(&column, bits, factor, wide)
             }
             RangeSource::Static => {
-                let step = (uniform_step(bits) * head.spread[i].sqrt() * f64::from(base.range)) as f32;
+                // Steps that keep the size of scores, where the metric is theirs.
+                let kept = if base.metric == Metric::Queries { (1.0 - uniform_distortion(bits)) * stored } else { 1.0 };
+                let step = (uniform_step(bits) * head.spread[i].sqrt() * f64::from(base.range) / kept) as f32;
                 let step = f64::from(step * learned.clip[i]);
                 (step, -0.5 * f64::from((1u32 << bits) - 1) * step)
             }
@@ -492,7 +499,13 @@ fn code_values(
     for block in blocks(flush, v.len()) {
         let at = |bits: u32| per_token(&v[block.clone()], bits, c, value.range.into());
         let start = block.start;
-        if let Some(base) = value.transformed(None) {
+        if value.policy == Policy::Channel {
+            let base = value.as_keys(None).unwrap();
+            let back = per_channel(&v[block.clone()], base.bits.ceil(), value.range.into());
+            block.clone().zip(back).for_each(|(j, row)| read[j] = Some(row));
+            continue;
+        }
+        if let Some(base) = value.as_keys(None) {
             let statistics = key_statistics(head + 1, v[0].len());
             let values = statistics.values.as_ref().unwrap();
             let mean: Vec<f64> = values.mean[head * v[0].len()..].iter().map(|m| f64::from(*m)).collect();
@@ -512,7 +525,7 @@ fn code_values(
         }
         let mean = at(value.bits.ceil());
         let weight = |j: usize| match value.policy {
-            Policy::Token | Policy::Klt => unreachable!("uniform and transformed values were coded above"),
+            Policy::Token | Policy::Channel | Policy::Klt => unreachable!("values that tokens share were coded above"),
             Policy::A2 => mass(j),
             Policy::Mse => squared_distance(&mean[j - start], &v[j]),
             Policy::Recency => j as f64,
