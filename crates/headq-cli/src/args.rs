@@ -279,7 +279,8 @@ pub struct Basis {
 /// Evaluate schemes: perplexity, attention and output error, and bits.
 ///
 /// Runs the dense model, then the model with each scheme's cache, teacher-forced with the
-/// cache's own streaming semantics, and prints one row per scheme. Bases come from --basis
+/// cache's own streaming semantics and, on the CPU, its own arithmetic: what it measures is to the
+/// bit what decoding token by token does (--decode, --pass). Prints one row per scheme. Bases come from --basis
 /// files or are derived from --stats. `dense` is always run. "excess removed" compares with the
 /// first scheme that is not dense. In the JSON, `tokens` is the number of tokens scored:
 /// windows · (T − 1).
@@ -346,18 +347,31 @@ pub struct Eval {
     /// Add the seconds that each pass took to the JSON.
     #[arg(long)]
     pub timings: bool,
-    /// Decode each window token by token through the cache, as `headq generate` does, instead of in one teacher-forced pass; leaves out
-    /// the diagnostics.
-    #[arg(long)]
+    /// How schemes are run over a window: through the packed cache that `headq generate` decodes with, to the bit as it does (packed, the
+    /// default on flex), or through tensors, on any device.
+    #[arg(long, value_name = "PASS", value_enum)]
+    pub pass: Option<PassName>,
+    /// Decode each window token by token through the packed cache, as `headq generate` does, instead of in one teacher-forced pass; the
+    /// same perplexity takes much longer, and the diagnostics are left out.
+    #[arg(long, conflicts_with = "pass")]
     pub decode: bool,
-    /// With --decode: type of the keys and values that the cache holds dense, f16 or f32.
-    #[arg(long, value_name = "TYPE", default_value = "f16", requires = "decode")]
-    pub cache_dtype: headq::DenseType,
+    /// Type of the keys and values that a packed cache holds dense: f32 (the default) or f16.
+    #[arg(long, value_name = "TYPE")]
+    pub cache_dtype: Option<headq::DenseType>,
     /// Also write the report as JSON to this file.
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,
     #[command(flatten)]
     pub overlap: OverlapArgs,
+}
+
+/// What windows go through under a scheme.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum PassName {
+    /// The packed cache, on the host.
+    Packed,
+    /// Tensors, on any device.
+    Tensors,
 }
 
 /// Compare bases in one scheme: perplexity, attention error, captured share, angles, bits.

@@ -19,6 +19,7 @@ use crate::compare::candidates::Asked;
 use crate::diagnose::thresholds::Thresholds;
 use crate::evaluate::{Evaluation, PartStore, PlannedScheme, Request, Sources};
 use crate::overlap::{self, MadeFrom, Passages};
+use crate::pass::Pass;
 use crate::text::{TextInfo, WindowOptions, Windows, load_windows};
 use crate::{LabError, Observer, calibrate, finetune, hub};
 
@@ -650,8 +651,8 @@ pub struct RunOptions {
     pub command: String,
 }
 
-/// Called once the model is loaded, with the context and the parameter count, before anything heavy starts.
-pub type Announce<'a> = &'a dyn Fn(&LoadedModel, usize);
+/// Called once the model is loaded, with the context and the schemes whose caches there will be, before anything heavy starts.
+pub type Announce<'a> = &'a dyn Fn(&LoadedModel, usize, &[Scheme]);
 
 /// Carries out a run, or goes on with it.
 ///
@@ -696,7 +697,7 @@ pub fn run(
     let bases = planned_calibrations(config, &schemes, &given, &loaded)?;
     let calibrated_on = if bases.bases.is_empty() { &[] } else { calibration_texts.as_slice() };
     check_overlap(config, &eval_texts, calibrated_on, training_texts.as_ref(), &given)?;
-    announce(&loaded, needed);
+    announce(&loaded, needed, &schemes);
     let manifest = Manifest {
         program: crate::PROGRAM.into(),
         config: config.identity(),
@@ -733,7 +734,7 @@ pub fn run(
         diagnostics: true,
         threads: options.threads,
         timings: false,
-        decode: None,
+        pass: Pass::of(&loaded.model),
     };
     let mut evaluation = request.run(observer, &folder)?;
     evaluation.command = Some(options.command.clone());
