@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 use headq::device::{DeviceName, Precision};
+use headq_lab::pass::PassName;
 use serde_json::Value;
 
 /// KV-cache quantization measured where the model sees it.
@@ -349,7 +350,7 @@ pub struct Eval {
     pub timings: bool,
     /// How schemes are run over a window: through the packed cache that `headq generate` decodes with, to the bit as it does (packed, the
     /// default on flex), or through tensors, on any device.
-    #[arg(long, value_name = "PASS", value_enum)]
+    #[arg(long, value_name = "PASS")]
     pub pass: Option<PassName>,
     /// Decode each window token by token through the packed cache, as `headq generate` does, instead of in one teacher-forced pass; the
     /// same perplexity takes much longer, and the diagnostics are left out.
@@ -363,15 +364,6 @@ pub struct Eval {
     pub out: Option<PathBuf>,
     #[command(flatten)]
     pub overlap: OverlapArgs,
-}
-
-/// What windows go through under a scheme.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum PassName {
-    /// The packed cache, on the host.
-    Packed,
-    /// Tensors, on any device.
-    Tensors,
 }
 
 /// Compare bases in one scheme: perplexity, attention error, captured share, angles, bits.

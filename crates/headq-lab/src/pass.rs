@@ -11,16 +11,40 @@
 //! reference that they are held against.
 
 use std::fmt;
+use std::str::FromStr;
 
-use headq::DenseType;
+use headq::{DenseType, Scheme};
 use headq_models::{Decoder, LanguageModel, ModelError};
+use serde::{Deserialize, Serialize};
 
 use crate::generate::{Cache, Steps};
 use crate::{LabError, Observer};
 
 /// Tokens that a layer takes before the next one does: enough to read weights for, few enough to hold what they come to, and to stop
 /// soon after an interruption.
-pub(crate) const CHUNK: usize = 128;
+pub(crate) const CHUNK: usize = 256;
+
+/// A teacher-forced pass as it is asked for: `packed` or `tensors`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PassName {
+    /// Through the packed cache, on the host.
+    Packed,
+    /// Through tensors, on any device.
+    Tensors,
+}
+
+impl FromStr for PassName {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "packed" => Ok(Self::Packed),
+            "tensors" => Ok(Self::Tensors),
+            _ => Err(format!("unknown pass '{text}': expected packed or tensors")),
+        }
+    }
+}
 
 /// How losses under a scheme are taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,9 +58,31 @@ pub enum Pass {
 }
 
 impl Pass {
-    /// The default of a model: [`Pass::Packed`], dense tokens in f32, where there is a [`Decoder`] for it.
-    pub fn of(model: &LanguageModel) -> Self {
-        if Decoder::new(model).is_ok() { Self::Packed(DenseType::F32) } else { Self::Tensors }
+    /// The teacher-forced pass that was asked for, or else the default of a model on a device of that name: packed where there is a
+    /// [`Decoder`] for it, which is in this machine's memory. Keys and values that a cache holds dense are `dense`, or else f32.
+    ///
+    /// # Errors
+    /// [`LabError::Usage`] where there is no decoder and the packed pass is asked for, or a type for its cache.
+    pub fn choose(
+        asked: Option<PassName>,
+        dense: Option<DenseType>,
+        model: &LanguageModel,
+        device: &str,
+    ) -> Result<Self, LabError> {
+        let packed = Ok(Self::Packed(dense.unwrap_or(DenseType::F32)));
+        match (asked, Decoder::new(model)) {
+            (Some(PassName::Packed) | None, Ok(_)) => packed,
+            (Some(PassName::Packed), Err(error)) => Err(LabError::Usage(format!(
+                "the packed pass does not run on {device} ({error}); take the device flex, or the pass 'tensors'"
+            ))),
+            _ => match dense {
+                None => Ok(Self::Tensors),
+                Some(dense) => Err(LabError::Usage(format!(
+                    "this pass on {device} goes through tensors and has no cache to hold in {dense}; leave --cache-dtype out, or take \
+                     --device flex and --pass packed, or --decode"
+                ))),
+            },
+        }
     }
 
     /// Its name in reports: `tensors`, `packed` or `decode`.
@@ -54,6 +100,11 @@ impl Pass {
             Self::Tensors => None,
             Self::Packed(dense) | Self::Decode(dense) => Some(dense),
         }
+    }
+
+    /// Those of some schemes that caches are made under: all or none.
+    pub fn cached(self, schemes: &[Scheme]) -> &[Scheme] {
+        if self.cache_type().is_some() { schemes } else { &[] }
     }
 
     /// Whether the dense model's losses are taken in this way, too. Where weights are halves, products of tensors round activations to

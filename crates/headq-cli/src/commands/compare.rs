@@ -38,7 +38,7 @@ pub fn run(context: &Context, args: &Compare) -> Result<(), LabError> {
         diagnostics: true,
         threads: context.threads,
         timings: false,
-        pass: Pass::of(&loaded.model),
+        pass: Pass::choose(None, None, &loaded.model, &context.device_name())?,
     };
     let comparison = compare(&request, &asked, &sources, &context.bars, &Forget)?;
     let json = || super::json(&comparison);

@@ -47,6 +47,7 @@ fn config(context: &Context, args: &Diagnose) -> Result<RunConfig, LabError> {
         seed: context.seed(),
         add_bos: args.add_bos,
         allow_overlap: args.overlap.allow_overlap,
+        pass: None,
         model_config: context.load_options.config.as_ref().map(|p| p.to_string_lossy().into_owned()),
         model_set: context.load_options.settings.clone(),
         calibrate,

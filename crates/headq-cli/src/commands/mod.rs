@@ -26,7 +26,6 @@ use headq::device::Precision;
 use headq::{DenseType, DeviceName, Scheme};
 use headq_lab::LabError;
 use headq_lab::memory::{self, Estimate};
-use headq_lab::pass::Pass;
 use headq_lab::text::{WindowOptions, Windows, load_windows};
 use headq_models::{Description, LoadOptions, LoadedModel, Tokenizer, describe, load};
 use serde_json::Value;
@@ -152,13 +151,9 @@ impl Context {
         Ok((load(model, &device, options)?, windows))
     }
 
-    /// Says what the passes of a loaded model will need: dense ones, and those under some schemes.
+    /// Says what the passes of a loaded model will need: dense ones, and packed ones under some schemes.
     pub fn announce(&self, model: &LoadedModel, context: usize, schemes: &[Scheme]) {
-        let need = match Pass::of(&model.model).cache_type() {
-            Some(dense) => Need::Caches(schemes, dense),
-            None => Need::Passes,
-        };
-        self.say_memory(&model.description, context, usize::MAX, need);
+        self.say_memory(&model.description, context, usize::MAX, Need::Caches(schemes, DenseType::F32));
     }
 
     /// Says what a pass will need, and warns where the machine has less.

@@ -208,7 +208,8 @@ pub fn diagnose(
     let overlap = texts.overlap(config)?;
     let needed = asked.context.max(texts.calibration_context);
     check_context(&loaded, needed)?;
-    announce(&loaded, needed, &[plan.uncorrected()]);
+    let pass = Pass::choose(config.pass, None, &loaded.model, &device)?;
+    announce(&loaded, needed, pass.cached(&[plan.uncorrected()]));
     let manifest = Manifest {
         program: crate::PROGRAM.into(),
         config: identity(config),
@@ -237,7 +238,7 @@ pub fn diagnose(
         diagnostics: true,
         threads: options.threads,
         timings: false,
-        pass: Pass::of(&loaded.model),
+        pass,
     };
     let held_out = |observer: &dyn Observer| statistics("stats-measured.safetensors", &texts.measured, observer);
     let chain = Chain {

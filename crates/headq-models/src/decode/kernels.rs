@@ -20,12 +20,23 @@ const LANES: usize = 8;
 pub(super) trait Weight: Copy + Send + Sync {
     /// Its value.
     fn wide(self) -> f32;
+
+    /// The values of weights that lie in memory as they are.
+    #[inline(always)]
+    fn plain(_: &[Self]) -> Option<&[f32]> {
+        None
+    }
 }
 
 impl Weight for f32 {
     #[inline(always)]
     fn wide(self) -> f32 {
         self
+    }
+
+    #[inline(always)]
+    fn plain(weights: &[Self]) -> Option<&[f32]> {
+        Some(weights)
     }
 }
 

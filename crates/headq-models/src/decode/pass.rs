@@ -8,7 +8,7 @@ use super::{Decoder, activate, angles_at, rotate};
 use crate::error::ModelError;
 
 /// Tokens whose logits exist at a time: a head's weights are read once for so many.
-const LOGITS: usize = 32;
+const LOGITS: usize = 64;
 /// Rows of norms and activations that a task takes at least.
 const TASK_ROWS: usize = 16;
 

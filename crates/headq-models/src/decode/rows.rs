@@ -16,7 +16,7 @@ use super::kernels::{ROWS, WIDE, Weight, sum};
 const DEEP: usize = 128;
 /// Columns of the copy at most.
 const BROAD: usize = 48;
-/// Rows of a transposed matrix that are copied together.
+/// Rows of a transposed matrix that are taken together.
 const DOTS: usize = 4;
 
 /// A copy of some rows and columns of a matrix.
@@ -193,21 +193,28 @@ impl<E: Weight> DotManyRows<'_, '_, E> {
     fn tiles<S: Simd, const T: usize, const P: usize>(self, simd: S) {
         let Self { y, x, weights, columns, .. } = self;
         let (rows, vectors) = (y.first().map_or(0, |y| y.len()), y.len());
+        // Weights that are widened, or fewer rows than are taken together.
         let mut copy = vec![0.0f32; DOTS * columns];
         let x = |vector: usize| &x[vector * columns..][..columns];
         for first in (0..rows).step_by(DOTS) {
             let own = DOTS.min(rows - first);
             let from = &weights[first * columns..][..own * columns];
-            copy.iter_mut().zip(from).for_each(|(to, w)| *to = w.wide());
+            let four = match E::plain(from).filter(|_| own == DOTS) {
+                Some(plain) => plain,
+                None => {
+                    copy.iter_mut().zip(from).for_each(|(to, w)| *to = w.wide());
+                    &copy
+                }
+            };
             let done = vectors / T * T;
             for at in (0..done).step_by(T) {
-                let sums = dots::<S, T, P>(simd, std::array::from_fn(|t| x(at + t)), &copy);
+                let sums = dots::<S, T, P>(simd, std::array::from_fn(|t| x(at + t)), four);
                 for (y, sums) in y[at..].iter_mut().zip(sums) {
                     y[first..first + own].copy_from_slice(&sums[..own]);
                 }
             }
             for at in done..vectors {
-                let [sums] = dots::<S, 1, P>(simd, [x(at)], &copy);
+                let [sums] = dots::<S, 1, P>(simd, [x(at)], four);
                 y[at][first..first + own].copy_from_slice(&sums[..own]);
             }
         }
@@ -316,10 +323,9 @@ mod tests {
         assert_eq!(best, portable);
         #[cfg(target_arch = "x86_64")]
         if let Some(machine) = pulp::x86::V3::try_new() {
-            use pulp::Simd;
             let narrow = products(&w, &|sums, dots| {
-                machine.vectorize(sums);
-                machine.vectorize(dots);
+                pulp::Simd::vectorize(machine, sums);
+                pulp::Simd::vectorize(machine, dots);
             });
             assert_eq!(narrow, portable);
         }
