@@ -418,8 +418,8 @@ fn decoding_gives_the_perplexity_of_teacher_forced_passes() {
     }
 }
 
-/// At 4 bits a code that rounding moves is a small step, so that two passes of independent arithmetic stay together; at 2 bits they differ
-/// by tenths of a percent.
+/// At 4 bits a code that rounding moves is a small step, so that two passes of independent arithmetic stay together, here to 3e-6 nats; at
+/// 2 bits they differ by tenths of a percent.
 #[test]
 fn packed_passes_agree_with_tensors() {
     let world = World::embedded();
@@ -442,8 +442,7 @@ fn packed_passes_agree_with_tensors() {
     for i in 1..=schemes.len() {
         let (packed, tensors) = (&packed["schemes"][i], &tensors["schemes"][i]);
         let (a, b) = (packed["nll"].as_f64().unwrap(), tensors["nll"].as_f64().unwrap());
-        println!("{}: {:e}", schemes[i - 1], a - b);
-        assert!((a - b).abs() < 1e-3, "{}: {a} against {b}", schemes[i - 1]);
+        assert!((a - b).abs() < 1e-4, "{}: {a} against {b}", schemes[i - 1]);
         assert_ne!(a, b, "two passes of one arithmetic");
         assert_eq!(packed["kl"], tensors["kl"]);
     }

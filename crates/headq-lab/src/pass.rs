@@ -128,7 +128,7 @@ impl fmt::Display for Pass {
 #[derive(Clone)]
 pub(crate) enum Runner<'a> {
     Packed(Box<Decoder>),
-    Steps(Steps<'a>),
+    Steps(Box<Steps<'a>>),
 }
 
 impl<'a> Runner<'a> {
@@ -136,7 +136,7 @@ impl<'a> Runner<'a> {
     pub fn of(pass: Pass, model: &'a LanguageModel) -> Result<Self, LabError> {
         match pass {
             Pass::Packed(_) => Ok(Self::Packed(Box::new(Decoder::new(model)?))),
-            _ => Ok(Self::Steps(Steps::of(model))),
+            _ => Ok(Self::Steps(Box::new(Steps::of(model)))),
         }
     }
 

@@ -22,7 +22,7 @@ const SCHEMES: [&str; 10] = [
     "grid-4(g=8,r=0,center)/token-4",
     "klt-2(g=8,r=4)",
     "klt-1.5(g=8,r=4,ranges=lloyd,metric=fisher,pool=model)/klt-2(ranges=lloyd,pool=model)",
-    "token-4(g=1,r=0)/recency-2",
+    "token-4(g=2,r=0)/recency-2",
 ];
 
 fn open(name: &str) -> LoadedModel {

@@ -213,9 +213,9 @@ impl<E: Weight> DotManyRows<'_, '_, E> {
                     y[first..first + own].copy_from_slice(&sums[..own]);
                 }
             }
-            for at in done..vectors {
-                let [sums] = dots::<S, 1, P>(simd, [x(at)], four);
-                y[at][first..first + own].copy_from_slice(&sums[..own]);
+            for (i, y) in y[done..].iter_mut().enumerate() {
+                let [sums] = dots::<S, 1, P>(simd, [x(done + i)], four);
+                y[first..first + own].copy_from_slice(&sums[..own]);
             }
         }
     }
@@ -261,10 +261,7 @@ fn dots<S: Simd, const T: usize, const P: usize>(simd: S, x: [&[f32]; T], rows: 
     for t in 0..T {
         let mut lanes = [[0.0; WIDE]; DOTS];
         for r in 0..DOTS {
-            let (to, _) = S::as_mut_simd_f32s(&mut lanes[r]);
-            for p in 0..P {
-                to[p] = sums[t][r][p];
-            }
+            S::as_mut_simd_f32s(&mut lanes[r]).0.copy_from_slice(&sums[t][r]);
         }
         out[t] = lanes.map(sum);
     }
