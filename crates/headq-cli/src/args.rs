@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 use headq::device::{DeviceName, Precision};
+use headq_lab::pass::PassName;
 use serde_json::Value;
 
 /// KV-cache quantization measured where the model sees it.
@@ -279,7 +280,8 @@ pub struct Basis {
 /// Evaluate schemes: perplexity, attention and output error, and bits.
 ///
 /// Runs the dense model, then the model with each scheme's cache, teacher-forced with the
-/// cache's own streaming semantics, and prints one row per scheme. Bases come from --basis
+/// cache's own streaming semantics and, on the CPU, its own arithmetic: what it measures is to the
+/// bit what decoding token by token does (--decode, --pass). Prints one row per scheme. Bases come from --basis
 /// files or are derived from --stats. `dense` is always run. "excess removed" compares with the
 /// first scheme that is not dense. In the JSON, `tokens` is the number of tokens scored:
 /// windows · (T − 1).
@@ -348,13 +350,17 @@ pub struct Eval {
     /// Add the seconds that each pass took to the JSON.
     #[arg(long)]
     pub timings: bool,
-    /// Decode each window token by token through the cache, as `headq generate` does, instead of in one teacher-forced pass; leaves out
-    /// the diagnostics.
-    #[arg(long)]
+    /// How schemes are run over a window: through the packed cache that `headq generate` decodes with, to the bit as it does (packed, the
+    /// default on flex), or through tensors, on any device.
+    #[arg(long, value_name = "PASS")]
+    pub pass: Option<PassName>,
+    /// Decode each window token by token through the packed cache, as `headq generate` does, instead of in one teacher-forced pass; the
+    /// same perplexity takes much longer, and the diagnostics are left out.
+    #[arg(long, conflicts_with = "pass")]
     pub decode: bool,
-    /// With --decode: type of the keys and values that the cache holds dense, f16 or f32.
-    #[arg(long, value_name = "TYPE", default_value = "f16", requires = "decode")]
-    pub cache_dtype: headq::DenseType,
+    /// Type of the keys and values that a packed cache holds dense: f32 (the default) or f16.
+    #[arg(long, value_name = "TYPE")]
+    pub cache_dtype: Option<headq::DenseType>,
     /// Also write the report as JSON to this file.
     #[arg(long, value_name = "FILE")]
     pub out: Option<PathBuf>,

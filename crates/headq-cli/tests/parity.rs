@@ -22,6 +22,7 @@ const QUICK: &str = r#"
 name = "parity"
 model = "model"
 seed = 1
+pass = "tensors"
 [calibrate]
 text = "other.txt"
 context = 256

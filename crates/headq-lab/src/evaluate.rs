@@ -1,4 +1,6 @@
 //! Evaluation: perplexity of the quantized pass, diagnostics on the dense pass, and what each scheme stores.
+//!
+//! The quantized pass is one of [`crate::pass`]; diagnostics are always taken through tensors.
 
 use std::path::Path;
 
@@ -8,15 +10,15 @@ use headq::budget::{Budget, HeadShape};
 use headq::metrics::excess_removed;
 use headq::scheme::{BaseScheme, SideScheme};
 use headq::{
-    Attention, DenseType, Diagnostics, HeadDiagnostics, HeadqAttention, KeyStatistics, LayerProbe, QuantizedCache,
-    Scheme,
+    Attention, Diagnostics, HeadDiagnostics, HeadqAttention, KeyStatistics, LayerProbe, QuantizedCache, Scheme,
 };
-use headq_models::{Fingerprint, LanguageModel, ModelConfig, ModelError};
+use headq_models::{Fingerprint, LanguageModel, ModelConfig};
 use serde::{Deserialize, Serialize};
 
 use crate::artifact::{BasisArtifact, StatsArtifact};
-use crate::generate::{Cache, Steps};
+use crate::generate::Cache;
 use crate::overlap::{MadeFrom, Overlaps};
+use crate::pass::{Pass, Runner};
 use crate::text::{TextInfo, Windows};
 use crate::workers::{Cores, map_in_order};
 use crate::{LabError, Observer, PROGRAM, scheme_file};
@@ -352,6 +354,13 @@ pub struct Evaluation {
     /// Whether any of them was calibrated on; absent where an older version evaluated.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub overlap: Option<Overlaps>,
+    /// How losses under schemes were taken: `tensors` and `packed` in teacher-forced passes, `decode` token by token; absent where an older
+    /// version evaluated.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pass: Option<String>,
+    /// Type of the keys and values that a packed cache held dense, where there was one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cache_dtype: Option<String>,
     /// By scheme, in the order asked; dense first if it was not asked for.
     pub schemes: Vec<SchemeResult>,
     /// Seconds of the dense pass without diagnostics; only where timings were asked for.
@@ -413,9 +422,8 @@ pub struct Request<'a> {
     pub threads: usize,
     /// Whether to report how long each pass took, which no two runs agree on.
     pub timings: bool,
-    /// Decode token by token through a cache with dense keys and values of that type, instead of teacher-forced passes over whole
-    /// windows; there are no diagnostics then.
-    pub decode: Option<DenseType>,
+    /// How losses under schemes are taken. There are no diagnostics with [`Pass::Decode`].
+    pub pass: Pass,
 }
 
 /// The dense pass: token losses and every scheme's diagnostics.
@@ -435,7 +443,7 @@ impl Request<'_> {
         if !schemes.iter().any(|s| s.scheme.is_dense()) {
             schemes.insert(0, PlannedScheme::dense());
         }
-        let measured: &[PlannedScheme] = if self.diagnostics && self.decode.is_none() { &schemes } else { &[] };
+        let measured: &[PlannedScheme] = if self.diagnostics && !self.decodes() { &schemes } else { &[] };
         // The clock needs a dense pass of its own; otherwise diagnostics are taken on the one that is run anyway.
         let dense_seconds = self
             .timings
@@ -486,6 +494,8 @@ impl Request<'_> {
             add_bos: self.add_bos,
             texts: self.texts.iter().map(|t| t.text.clone()).collect(),
             overlap: Some(self.overlap.clone()),
+            pass: Some(self.pass.name().into()),
+            cache_dtype: self.pass.cache_type().map(|dense| dense.to_string()),
             schemes: results,
             dense_seconds,
         })
@@ -531,10 +541,27 @@ impl Request<'_> {
         measured: &[PlannedScheme],
         observer: &dyn Observer,
     ) -> Result<DensePart, LabError> {
-        if let Some(dtype) = self.decode {
-            let nll = self.decode_pass(what, &PlannedScheme::dense(), dtype, observer)?;
+        if self.decodes() {
+            let nll = self.scheme_losses(what, &PlannedScheme::dense(), observer)?;
             return Ok(DensePart { nll, diagnostics: Vec::new() });
         }
+        let mut part = self.dense_tensors(what, measured, observer)?;
+        if self.pass.takes_dense(self.model) {
+            part.nll = self.scheme_losses(what, &PlannedScheme::dense(), observer)?;
+        }
+        Ok(part)
+    }
+
+    fn decodes(&self) -> bool {
+        matches!(self.pass, Pass::Decode(_))
+    }
+
+    fn dense_tensors(
+        &self,
+        what: &str,
+        measured: &[PlannedScheme],
+        observer: &dyn Observer,
+    ) -> Result<DensePart, LabError> {
         let windows = self.windows();
         let (layers, device) = (self.model.config().num_layers, self.model.device());
         let mut whole = DensePart { nll: Vec::new(), diagnostics: vec![HeadDiagnostics::default(); measured.len()] };
@@ -562,58 +589,46 @@ impl Request<'_> {
         Cores::on(&self.model.device(), self.threads)
     }
 
+    /// Token losses of all windows under a scheme.
     pub(crate) fn scheme_pass(&self, planned: &PlannedScheme, observer: &dyn Observer) -> Result<Vec<f64>, LabError> {
-        if let Some(dtype) = self.decode {
-            return self.decode_pass(&planned.asked, planned, dtype, observer);
-        }
-        let windows = self.windows();
-        let layers = self.model.config().num_layers;
-        let mut whole = Vec::new();
-        map_in_order(
-            &planned.asked,
-            windows.len(),
-            self.cores(),
-            observer,
-            || (self.model.clone(), QuantizedCache::of(planned.modules(layers, &self.model.device()))),
-            |(model, cache), i| self.checked(&planned.asked, i, self.losses(model, windows[i], cache)?),
-            |_, nll| whole.extend(nll),
-        )?;
-        Ok(whole)
+        self.scheme_losses(&planned.asked, planned, observer)
     }
 
-    /// Token losses of all windows, decoded token by token.
-    fn decode_pass(
+    /// The same, where `what` names the pass.
+    fn scheme_losses(
         &self,
         what: &str,
         planned: &PlannedScheme,
-        dtype: DenseType,
         observer: &dyn Observer,
     ) -> Result<Vec<f64>, LabError> {
-        let windows = self.windows();
+        let (windows, device) = (self.windows(), self.model.device());
         let mut whole = Vec::new();
+        let take = |_: usize, nll: Vec<f64>| whole.extend(nll);
+        let Some(dense) = self.pass.cache_type() else {
+            let layers = self.model.config().num_layers;
+            map_in_order(
+                what,
+                windows.len(),
+                self.cores(),
+                observer,
+                || (self.model.clone(), QuantizedCache::of(planned.modules(layers, &device))),
+                |(model, cache), i| self.checked(&planned.asked, i, self.losses(model, windows[i], cache)?),
+                take,
+            )?;
+            return Ok(whole);
+        };
+        let runner = Runner::of(self.pass, self.model)?;
         map_in_order(
             what,
             windows.len(),
             self.cores(),
             observer,
-            || Steps::of(self.model),
-            |steps, i| {
-                let mut cache = Cache::new(planned, self.model.config(), dtype, &self.model.device())?;
-                let nll = windows[i].windows(2).map(|pair| {
-                    if observer.cancelled() {
-                        return Err(LabError::Interrupted);
-                    }
-                    let logits = steps.step(pair[0], &mut cache)?;
-                    let target = *logits.get(pair[1] as usize).ok_or(ModelError::TokenOutOfRange {
-                        token: pair[1],
-                        position: cache.len(),
-                        vocab: logits.len(),
-                    })?;
-                    Ok(headq::kernels::log_sum_exp(logits) - f64::from(target))
-                });
-                self.checked(&planned.asked, i, nll.collect::<Result<_, _>>()?)
+            || runner.clone(),
+            |runner, i| {
+                let mut cache = Cache::new(planned, self.model.config(), dense, &device)?;
+                self.checked(&planned.asked, i, runner.losses(windows[i], &mut cache, observer)?)
             },
-            |_, nll| whole.extend(nll),
+            take,
         )?;
         Ok(whole)
     }

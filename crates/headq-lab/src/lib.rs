@@ -14,6 +14,7 @@ pub mod hub;
 pub mod memory;
 mod observe;
 pub mod overlap;
+pub mod pass;
 pub mod report;
 pub mod run;
 pub mod scheme_file;

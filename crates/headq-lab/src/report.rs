@@ -59,6 +59,18 @@ pub fn table(evaluation: &Evaluation, all: bool) -> String {
     table.to_string()
 }
 
+/// How losses were taken, where that is known.
+fn pass(evaluation: &Evaluation) -> String {
+    let dense = |dtype: &String| format!(", dense tokens in {dtype}");
+    let dense = evaluation.cache_dtype.as_ref().map_or(String::new(), dense);
+    match evaluation.pass.as_deref() {
+        None => String::new(),
+        Some("tensors") => "; schemes through tensors".into(),
+        Some("decode") => format!("; token by token through the packed cache{dense}"),
+        Some(_) => format!("; schemes through the packed cache{dense}"),
+    }
+}
+
 /// What was evaluated, in a few lines.
 pub fn provenance(evaluation: &Evaluation) -> Vec<String> {
     let e = evaluation;
@@ -70,7 +82,7 @@ pub fn provenance(evaluation: &Evaluation) -> Vec<String> {
             e.tokens,
             e.context,
             if e.add_bos { ", each begun with BOS" } else { "" }
-        ),
+        ) + &pass(e),
     ];
     for t in &e.texts {
         lines.push(format!(

@@ -19,6 +19,7 @@ use crate::compare::candidates::Asked;
 use crate::diagnose::thresholds::Thresholds;
 use crate::evaluate::{Evaluation, PartStore, PlannedScheme, Request, Sources};
 use crate::overlap::{self, MadeFrom, Passages};
+use crate::pass::{Pass, PassName};
 use crate::text::{TextInfo, WindowOptions, Windows, load_windows};
 use crate::{LabError, Observer, calibrate, finetune, hub};
 
@@ -46,6 +47,9 @@ pub struct RunConfig {
     /// Score also text that was calibrated on, and report that it was; otherwise an error.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub allow_overlap: bool,
+    /// What teacher-forced passes under schemes go through: `packed`, the default on flex, or `tensors`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pass: Option<PassName>,
     /// A `config.json` for a model that has none beside it, or in place of its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub model_config: Option<String>,
@@ -650,8 +654,8 @@ pub struct RunOptions {
     pub command: String,
 }
 
-/// Called once the model is loaded, with the context and the parameter count, before anything heavy starts.
-pub type Announce<'a> = &'a dyn Fn(&LoadedModel, usize);
+/// Called once the model is loaded, with the context and the schemes whose caches there will be, before anything heavy starts.
+pub type Announce<'a> = &'a dyn Fn(&LoadedModel, usize, &[Scheme]);
 
 /// Carries out a run, or goes on with it.
 ///
@@ -696,7 +700,8 @@ pub fn run(
     let bases = planned_calibrations(config, &schemes, &given, &loaded)?;
     let calibrated_on = if bases.bases.is_empty() { &[] } else { calibration_texts.as_slice() };
     check_overlap(config, &eval_texts, calibrated_on, training_texts.as_ref(), &given)?;
-    announce(&loaded, needed);
+    let pass = Pass::choose(config.pass, None, &loaded.model, &device)?;
+    announce(&loaded, needed, pass.cached(&schemes));
     let manifest = Manifest {
         program: crate::PROGRAM.into(),
         config: config.identity(),
@@ -733,7 +738,7 @@ pub fn run(
         diagnostics: true,
         threads: options.threads,
         timings: false,
-        decode: None,
+        pass,
     };
     let mut evaluation = request.run(observer, &folder)?;
     evaluation.command = Some(options.command.clone());

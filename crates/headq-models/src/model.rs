@@ -118,6 +118,11 @@ impl LanguageModel {
         self.embedding.weight.val().device()
     }
 
+    /// Whether matrices are held in half precision, f16 or bf16.
+    pub fn has_half_weights(&self) -> bool {
+        matches!(self.embedding.weight.val().dtype(), DType::F16 | DType::BF16)
+    }
+
     /// Token ids as the tensor that the model takes: `batch` sequences of equal length, one after the other in `tokens`.
     ///
     /// # Shapes

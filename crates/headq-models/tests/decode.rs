@@ -43,6 +43,49 @@ fn token_by_token_equals_the_whole_pass() {
     }
 }
 
+/// Logits after each token, the last hidden state and what the cache holds, of passes over `chunk` tokens each.
+fn passes(model: &LanguageModel, ids: &[u32], chunk: usize) -> (Vec<f32>, Vec<f32>, Plain) {
+    let (mut decoder, mut cache) = (Decoder::new(model).unwrap(), Plain::new(model.config().head_dim));
+    let mut all = Vec::new();
+    for (i, tokens) in ids.chunks(chunk).enumerate() {
+        let mut places = Vec::new();
+        decoder
+            .pass(tokens, i * chunk, &mut cache, |t, logits| {
+                places.push(t);
+                all.extend_from_slice(logits);
+            })
+            .unwrap();
+        assert_eq!(places, (0..tokens.len()).collect::<Vec<_>>());
+    }
+    (all, decoder.hidden().to_vec(), cache)
+}
+
+#[test]
+fn passes_have_the_bits_of_steps() {
+    let check = |name: &str, model: &LanguageModel, ids: &[u32]| {
+        let (mut decoder, mut cache) = (Decoder::new(model).unwrap(), Plain::new(model.config().head_dim));
+        let logits = decode(&mut decoder, ids, 0, &mut cache);
+        for chunk in [1, 7, ids.len()] {
+            let (found, hidden, filled) = passes(model, ids, chunk);
+            assert_eq!(found, logits, "{name}, {chunk} at a time");
+            assert_eq!(hidden, decoder.hidden(), "{name}, {chunk} at a time");
+            assert_eq!(filled.layers, cache.layers, "{name}, {chunk} at a time");
+        }
+    };
+    for name in ALL {
+        let ids = &Expected::of(name).ids()[..48];
+        for precision in [Precision::F32, Precision::F16, Precision::Bf16] {
+            let options = LoadOptions { precision, ..Default::default() };
+            let loaded = load(fixture(name), &Device::flex(), &options).unwrap();
+            check(name, &loaded.model, ids);
+        }
+    }
+    let ids: Vec<u32> = (0..40).map(|i| i * 223 % 9_001).collect();
+    for tied in [true, false] {
+        check("wide", &wide(tied), &ids);
+    }
+}
+
 #[test]
 fn decoding_goes_on_after_a_prompt() {
     for name in ALL {
@@ -112,6 +155,10 @@ fn results_do_not_depend_on_the_number_of_threads() {
         let one = run(1);
         assert_eq!(run(2), one);
         assert_eq!(run(5), one);
+        for threads in [1, 2, 5] {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            assert_eq!(pool.install(|| passes(&model, &tokens, 4).0), one);
+        }
         let module = host(model.forward(model.ids(&tokens, 1, 0).unwrap(), 0, &mut Plain::new(42)));
         assert_close("wide", &one, &module, bound(&module));
     }
@@ -140,6 +187,12 @@ fn impossible_steps_are_errors_and_change_nothing() {
     }
     let error = decoder.step(1, limit, &mut cache).unwrap_err();
     assert!(matches!(error, ModelError::ContextTooLong { needed, limit: l } if needed == limit + 1 && l == limit));
+    // A pass that fails later on does nothing, either.
+    let none = |_: usize, _: &[f32]| panic!("no logits of a pass that fails");
+    let error = decoder.pass(&[2, 3, vocab as u32], 1, &mut cache, none).unwrap_err();
+    assert!(matches!(error, ModelError::TokenOutOfRange { position: 3, .. }), "{error}");
+    let error = decoder.pass(&[2, 3], limit - 1, &mut cache, none).unwrap_err();
+    assert!(matches!(error, ModelError::ContextTooLong { .. }), "{error}");
     assert!(cache.layers.iter().all(|(keys, _)| keys.len() == loaded.config().kv_width()));
     decoder.step(1, 1, &mut cache).unwrap();
     // Rotary positions have no such limit.

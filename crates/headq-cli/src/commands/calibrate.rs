@@ -5,12 +5,13 @@ use headq_lab::artifact::{Output, check_writable};
 use headq_lab::calibrate::check_base;
 use headq_lab::{LabError, calibrate};
 
-use super::Context;
+use super::{Context, Need};
 use crate::args::Calibrate;
 
 pub fn run(context: &Context, args: &Calibrate) -> Result<(), LabError> {
     let base: BaseScheme = args.base.parse().map_err(LabError::Method)?;
-    let (loaded, windows) = context.load_for(&args.model, &args.text, args.gradients)?;
+    let need = if args.gradients { Need::Gradients } else { Need::Passes };
+    let (loaded, windows) = context.load_for(&args.model, &args.text, need)?;
     check_base(&base, args.text.context, loaded.config().head_dim)?;
     check_writable(&args.out, Output::Statistics)?;
     let stats = calibrate(

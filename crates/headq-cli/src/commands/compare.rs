@@ -2,11 +2,13 @@
 
 use std::path::Path;
 
+use headq::Scheme;
 use headq_lab::artifact::{Output, check_writable, write_atomic};
 use headq_lab::compare::candidates::Asked;
 use headq_lab::compare::data::Comparison;
 use headq_lab::compare::{self, compare, table};
 use headq_lab::evaluate::{Forget, Request, Sources};
+use headq_lab::pass::Pass;
 use headq_lab::run::{RunConfig, RunOptions};
 use headq_lab::{LabError, overlap};
 use headq_models::LoadedModel;
@@ -36,7 +38,7 @@ pub fn run(context: &Context, args: &Compare) -> Result<(), LabError> {
         diagnostics: true,
         threads: context.threads,
         timings: false,
-        decode: None,
+        pass: Pass::choose(None, None, &loaded.model, &context.device_name())?,
     };
     let comparison = compare(&request, &asked, &sources, &context.bars, &Forget)?;
     let json = || super::json(&comparison);
@@ -48,7 +50,7 @@ pub fn run(context: &Context, args: &Compare) -> Result<(), LabError> {
 
 /// Carries out a configuration with a section `[compare]`.
 pub fn take(context: &Context, config: &RunConfig, options: &RunOptions) -> Result<Comparison, LabError> {
-    let announce = |loaded: &LoadedModel, tokens: usize| context.say_memory(&loaded.description, tokens, usize::MAX);
+    let announce = |loaded: &LoadedModel, tokens: usize, schemes: &[Scheme]| context.announce(loaded, tokens, schemes);
     compare::run(config, options, &context.bars, &announce)
 }
 

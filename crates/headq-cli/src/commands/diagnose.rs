@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use headq::Scheme;
 use headq_lab::LabError;
 use headq_lab::diagnose::data::{Diagnosis, LINKS};
 use headq_lab::diagnose::diagnose;
@@ -22,7 +23,7 @@ pub fn run(context: &Context, args: &Diagnose) -> Result<(), LabError> {
 
 /// Carries out a configuration with a section `[diagnose]`.
 pub fn take(context: &Context, config: &RunConfig, options: &RunOptions) -> Result<Diagnosis, LabError> {
-    let announce = |loaded: &LoadedModel, tokens: usize| context.say_memory(&loaded.description, tokens, usize::MAX);
+    let announce = |loaded: &LoadedModel, tokens: usize, schemes: &[Scheme]| context.announce(loaded, tokens, schemes);
     diagnose(config, options, &context.bars, &announce)
 }
 
@@ -46,6 +47,7 @@ fn config(context: &Context, args: &Diagnose) -> Result<RunConfig, LabError> {
         seed: context.seed(),
         add_bos: args.add_bos,
         allow_overlap: args.overlap.allow_overlap,
+        pass: None,
         model_config: context.load_options.config.as_ref().map(|p| p.to_string_lossy().into_owned()),
         model_set: context.load_options.settings.clone(),
         calibrate,

@@ -22,8 +22,8 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use burn::tensor::Device;
-use headq::DeviceName;
 use headq::device::Precision;
+use headq::{DenseType, DeviceName, Scheme};
 use headq_lab::LabError;
 use headq_lab::memory::{self, Estimate};
 use headq_lab::text::{WindowOptions, Windows, load_windows};
@@ -32,6 +32,17 @@ use serde_json::Value;
 
 use crate::args::{Global, TextArgs};
 use crate::progress::Bars;
+
+/// What passes over windows need memory for, beside activations of the dense model.
+#[derive(Clone, Copy)]
+pub enum Need<'a> {
+    /// Nothing, or little.
+    Passes,
+    /// Passes back, too.
+    Gradients,
+    /// Packed caches of one of these schemes at a time, dense tokens in that type.
+    Caches(&'a [Scheme], DenseType),
+}
 
 /// What every command has.
 pub struct Context {
@@ -124,16 +135,11 @@ impl Context {
 
     /// Loads the texts and the model, saying first what it will take.
     pub fn load(&self, model: &Path, text: &TextArgs) -> Result<(LoadedModel, Vec<Windows>), LabError> {
-        self.load_for(model, text, false)
+        self.load_for(model, text, Need::Passes)
     }
 
-    /// The same, for passes back, too, if there are `gradients`.
-    pub fn load_for(
-        &self,
-        model: &Path,
-        text: &TextArgs,
-        gradients: bool,
-    ) -> Result<(LoadedModel, Vec<Windows>), LabError> {
+    /// The same, for more than dense passes.
+    pub fn load_for(&self, model: &Path, text: &TextArgs, need: Need) -> Result<(LoadedModel, Vec<Windows>), LabError> {
         let device = self.device(&self.device_name())?;
         let options = &self.load_options;
         let model = self.locate(model)?;
@@ -141,21 +147,23 @@ impl Context {
         // Texts first: they are quick to read, and most mistakes are in them.
         let tokenizer = headq_models::tokenizer(&model, options)?;
         let windows = windows(&text.text, &tokenizer, text)?;
-        self.say_memory_for(&described, text.context, windows.iter().map(|w| w.windows.len()).sum(), gradients);
+        self.say_memory(&described, text.context, windows.iter().map(|w| w.windows.len()).sum(), need);
         Ok((load(model, &device, options)?, windows))
     }
 
-    /// Says what a pass will need, and warns where the machine has less.
-    pub fn say_memory(&self, model: &Description, context: usize, windows: usize) {
-        self.say_memory_for(model, context, windows, false);
+    /// Says what the passes of a loaded model will need: dense ones, and packed ones under some schemes.
+    pub fn announce(&self, model: &LoadedModel, context: usize, schemes: &[Scheme]) {
+        self.say_memory(&model.description, context, usize::MAX, Need::Caches(schemes, DenseType::F32));
     }
 
-    fn say_memory_for(&self, model: &Description, context: usize, windows: usize, gradients: bool) {
+    /// Says what a pass will need, and warns where the machine has less.
+    fn say_memory(&self, model: &Description, context: usize, windows: usize, need: Need) {
         let workers = self.threads.min(windows.max(1));
         let estimate = Estimate::of(&model.config, model.parameters, self.dtype(), context, workers);
-        let estimate = match gradients {
-            true => estimate.with_gradients(&model.config, context, workers),
-            false => estimate,
+        let estimate = match need {
+            Need::Passes => estimate,
+            Need::Gradients => estimate.with_gradients(&model.config, context, workers),
+            Need::Caches(schemes, dense) => estimate.with_caches(&model.config, schemes, dense, context, workers),
         };
         let gib = |bytes: u64| bytes as f64 / f64::from(1u32 << 30);
         let free = memory::available();

@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use headq::Scheme;
 use headq_lab::compare::data::Comparison;
 use headq_lab::diagnose::data::Diagnosis;
 use headq_lab::evaluate::Evaluation;
@@ -84,7 +85,7 @@ pub fn take(context: &Context, config: &RunConfig, options: &RunOptions) -> Resu
         (None, Some(_)) => Outcome::Comparison(Box::new(super::compare::take(context, config, options)?)),
         (None, None) => {
             let announce =
-                |loaded: &LoadedModel, tokens: usize| context.say_memory(&loaded.description, tokens, usize::MAX);
+                |loaded: &LoadedModel, tokens: usize, schemes: &[Scheme]| context.announce(loaded, tokens, schemes);
             Outcome::Evaluation(Box::new(run_config(config, options, &context.bars, &announce)?))
         }
     };

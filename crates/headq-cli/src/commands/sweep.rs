@@ -3,6 +3,7 @@
 use headq_lab::artifact::write_atomic;
 use headq_lab::evaluate::{Request, Sources};
 use headq_lab::overlap::{self, MadeFrom, Passages};
+use headq_lab::pass::Pass;
 use headq_lab::sweep::data::{Coded, Sweep};
 use headq_lab::sweep::{Asked, Job, table};
 use headq_lab::text::TextInfo;
@@ -54,7 +55,7 @@ pub fn run(context: &Context, args: &args::Sweep) -> Result<(), LabError> {
         diagnostics: false,
         threads: context.threads,
         timings: false,
-        decode: None,
+        pass: Pass::Tensors,
     };
     if args.out.exists() {
         super::report::check(&args.out.join("report.html"))?;

@@ -301,7 +301,8 @@ pub fn run(
     let needed = others.into_iter().flatten().fold(section.context, usize::max);
     check_context(&loaded, needed)?;
     check_overlap(config, &texts, &calibration_texts, training_texts.as_ref(), &given)?;
-    announce(&loaded, needed);
+    let pass = crate::pass::Pass::choose(config.pass, None, &loaded.model, &device)?;
+    announce(&loaded, needed, pass.cached(std::slice::from_ref(asked.scheme())));
     let manifest = Manifest {
         program: crate::PROGRAM.into(),
         config: config.identity(),
@@ -337,7 +338,7 @@ pub fn run(
         diagnostics: true,
         threads: options.threads,
         timings: false,
-        decode: None,
+        pass,
     };
     let mut comparison = compare(&request, &asked, &sources, observer, &folder)?;
     comparison.command = Some(options.command.clone());

@@ -35,6 +35,7 @@ use crate::artifact::StatsArtifact;
 use crate::calibrate::check_base;
 use crate::evaluate::{Request, Sources};
 use crate::overlap::{self, MadeFrom, Overlaps, Passages};
+use crate::pass::Pass;
 use crate::run::{
     Announce, DiagnoseConfig, Folder, Manifest, RunConfig, RunOptions, check_context, kept_statistics, windows,
     write_json,
@@ -207,7 +208,8 @@ pub fn diagnose(
     let overlap = texts.overlap(config)?;
     let needed = asked.context.max(texts.calibration_context);
     check_context(&loaded, needed)?;
-    announce(&loaded, needed);
+    let pass = Pass::choose(config.pass, None, &loaded.model, &device)?;
+    announce(&loaded, needed, pass.cached(&[plan.uncorrected()]));
     let manifest = Manifest {
         program: crate::PROGRAM.into(),
         config: identity(config),
@@ -236,7 +238,7 @@ pub fn diagnose(
         diagnostics: true,
         threads: options.threads,
         timings: false,
-        decode: None,
+        pass,
     };
     let held_out = |observer: &dyn Observer| statistics("stats-measured.safetensors", &texts.measured, observer);
     let chain = Chain {

@@ -9,7 +9,7 @@ use crate::{LabError, Observer, Silent};
 const LONG: usize = 1024;
 
 /// Runs a model token by token: on slices where it is in this machine's memory (Burn's Flex backend), through tensors elsewhere.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Steps<'a> {
     model: &'a LanguageModel,
     /// Present on the host.

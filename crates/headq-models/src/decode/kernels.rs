@@ -8,11 +8,11 @@ use headq::kernels::exp32;
 use pulp::{Arch, NullaryFnOnce};
 
 /// Rows of a matrix that one pass over the result adds: as many streams of memory, and one load and store of the result for all.
-const ROWS: usize = 8;
+pub(super) const ROWS: usize = 8;
 /// Rows of a transposed matrix whose dot products are taken together.
 const DOTS: usize = 4;
 /// Lanes of an f32 accumulator: one AVX-512 register.
-const WIDE: usize = 16;
+pub(super) const WIDE: usize = 16;
 /// Lanes of an f64 accumulator.
 const LANES: usize = 8;
 
@@ -20,12 +20,23 @@ const LANES: usize = 8;
 pub(super) trait Weight: Copy + Send + Sync {
     /// Its value.
     fn wide(self) -> f32;
+
+    /// The values of weights that lie in memory as they are.
+    #[inline(always)]
+    fn plain(_: &[Self]) -> Option<&[f32]> {
+        None
+    }
 }
 
 impl Weight for f32 {
     #[inline(always)]
     fn wide(self) -> f32 {
         self
+    }
+
+    #[inline(always)]
+    fn plain(weights: &[Self]) -> Option<&[f32]> {
+        Some(weights)
     }
 }
 
@@ -160,7 +171,7 @@ fn dots<E: Weight, const N: usize>(x: &[f32], rows: [&[E]; N]) -> [f32; N] {
 
 /// The sum of lanes, by halves.
 #[inline(always)]
-fn sum(mut lanes: [f32; WIDE]) -> f32 {
+pub(super) fn sum(mut lanes: [f32; WIDE]) -> f32 {
     let mut half = WIDE / 2;
     while half > 0 {
         for i in 0..half {
@@ -308,7 +319,7 @@ pub(super) fn vectorized<R>(work: impl NullaryFnOnce<Output = R>) -> R {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
 
     #[test]
@@ -323,7 +334,7 @@ mod tests {
         }
     }
 
-    fn noise(n: usize, seed: usize) -> Vec<f32> {
+    pub(in super::super) fn noise(n: usize, seed: usize) -> Vec<f32> {
         (0..n).map(|i| ((i * 7919 + seed * 104_729) % 1009) as f32 / 504.5 - 1.0).collect()
     }
 

@@ -6,6 +6,7 @@ use half::{bf16, f16};
 use rayon::prelude::*;
 
 use super::kernels::{DotRows, Gather, SumRows, Weight};
+use super::rows::{DotManyRows, SumManyRows};
 use crate::error::ModelError;
 
 /// Bytes of weights that a task reads: long enough to hide what starting it costs.
@@ -16,6 +17,9 @@ const MAX_TASKS: usize = 64;
 const MIN_ROWS: usize = 64;
 /// Columns of a task at most: what is added up stays in the first-level cache.
 const PANEL: usize = 4096;
+/// Columns that a task takes of a product of many vectors, and rows of a transposed matrix: enough to copy weights for.
+const MANY_COLUMNS: usize = 96;
+const MANY_ROWS: usize = 512;
 
 /// A matrix in the storage of a tensor on the host, row by row. Holding it copies nothing.
 #[derive(Clone, Debug)]
@@ -103,6 +107,29 @@ impl Matrix {
         });
     }
 
+    /// [`Matrix::multiply`] of many vectors, to the bit: x is `[vectors, rows]`, y `[vectors, columns]`.
+    pub fn multiply_many(&self, x: &[f32], bias: Option<&[f32]>, y: &mut [f32], onto: bool) {
+        let (rows, columns, (part_rows, _)) = (self.rows, self.columns, self.parts());
+        let work = |(i, y): (usize, &mut Vec<&mut [f32]>)| {
+            let first = i * MANY_COLUMNS;
+            let bias = bias.map(|bias| &bias[first..]);
+            with_elements!(self, weights => {
+                SumManyRows { y, x, weights: &weights[first..], stride: columns, rows, part_rows, bias, onto }.run()
+            });
+        };
+        by_columns(y, columns, MANY_COLUMNS).par_iter_mut().with_max_len(1).enumerate().for_each(work);
+    }
+
+    /// [`Matrix::multiply_transposed`] of many vectors, to the bit: x is `[vectors, columns]`, y `[vectors, rows]`.
+    pub fn multiply_transposed_many(&self, x: &[f32], y: &mut [f32]) {
+        let (rows, columns) = (self.rows, self.columns);
+        let work = |(i, y): (usize, &mut Vec<&mut [f32]>)| {
+            let first = i * MANY_ROWS * columns;
+            with_elements!(self, weights => DotManyRows { y, x, weights: &weights[first..], columns }.run());
+        };
+        by_columns(y, rows, MANY_ROWS).par_iter_mut().with_max_len(1).enumerate().for_each(work);
+    }
+
     /// Row `i` into `y`, or `onto` it.
     pub fn row(&self, i: usize, y: &mut [f32], onto: bool) {
         with_elements!(self, weights => {
@@ -143,6 +170,15 @@ fn sum_parts<E: Weight>(x: &[f32], weights: &[E], columns: usize, part_rows: usi
     }
 }
 
+/// The columns of a matrix `[.., columns]` in ranges of `width`: for each the part of every row.
+fn by_columns(y: &mut [f32], columns: usize, width: usize) -> Vec<Vec<&mut [f32]>> {
+    let mut ranges: Vec<Vec<&mut [f32]>> = std::iter::repeat_with(Vec::new).take(columns.div_ceil(width)).collect();
+    for row in y.chunks_exact_mut(columns) {
+        ranges.iter_mut().zip(row.chunks_mut(width)).for_each(|(range, part)| range.push(part));
+    }
+    ranges
+}
+
 /// The storage of a tensor on the host.
 fn storage<const D: usize>(tensor: Tensor<D>) -> Result<FlexTensor, ModelError> {
     use burn::tensor::DType;
@@ -162,4 +198,45 @@ pub(super) fn vector(tensor: Tensor<1>) -> Result<Vec<f32>, ModelError> {
     let mut values = vec![0.0; columns];
     matrix.row(0, &mut values, false);
     Ok(values)
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::tensor::{DType, Device, TensorData};
+
+    use super::super::kernels::tests::noise;
+    use super::*;
+
+    #[test]
+    fn many_vectors_give_the_bits_of_each() {
+        // One part and several, panels and tasks that are whole and ragged, fewer rows than a block and than a copy.
+        let shapes = [(1, 1), (5, 3), (8, 48), (19, 33), (64, 100), (300, 97), (576, 960), (700, 5000), (2100, 130)];
+        for (rows, columns) in shapes {
+            for dtype in [DType::F32, DType::F16, DType::BF16] {
+                let data = TensorData::new(noise(rows * columns, 2), [rows, columns]);
+                let tensor = Tensor::<2>::from_data(data, (&Device::flex(), dtype));
+                let matrix = Matrix::of(tensor).expect("a tensor on the host");
+                let (bias, mut parts) = (noise(columns, 4), vec![0.0; matrix.scratch()]);
+                for vectors in [1, 2, 7, 13] {
+                    let x = noise(vectors * rows, 1);
+                    for (bias, onto) in [(None, false), (Some(&bias[..]), true)] {
+                        let before = noise(vectors * columns, 3);
+                        let (mut found, mut expected) = (before.clone(), before);
+                        matrix.multiply_many(&x, bias, &mut found, onto);
+                        for (x, y) in x.chunks(rows).zip(expected.chunks_mut(columns)) {
+                            matrix.multiply(x, bias, y, onto, &mut parts);
+                        }
+                        assert_eq!(found, expected, "{rows} × {columns} {dtype:?}, {vectors}, {onto}");
+                    }
+                    let x = noise(vectors * columns, 5);
+                    let (mut found, mut expected) = (vec![0.0; vectors * rows], vec![1.0; vectors * rows]);
+                    matrix.multiply_transposed_many(&x, &mut found);
+                    for (x, y) in x.chunks(columns).zip(expected.chunks_mut(rows)) {
+                        matrix.multiply_transposed(x, y);
+                    }
+                    assert_eq!(found, expected, "{rows} × {columns} transposed {dtype:?}, {vectors}");
+                }
+            }
+        }
+    }
 }

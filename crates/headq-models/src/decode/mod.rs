@@ -4,9 +4,22 @@
 //! where the model has them (the storage of a tensor on Burn's Flex backend is shared, never copied or transposed), streams them in
 //! long stretches, and keeps all intermediate results in buffers that are made once. Work that is too small to share stays on one
 //! thread.
+//!
+//! [`Decoder::pass`] takes a whole sequence instead of a token, with the same results to the bit: an evaluation by passes measures exactly
+//! what decode steps do, at the speed of arithmetic. Products of tensors would not: they round differently, and what falls on the other side
+//! of a quantizer's threshold then is a step that no tolerance covers.
+//!
+//! | module | what |
+//! |---|---|
+//! | `kernels` | loops over one vector |
+//! | `rows` | products of many vectors, each in the order of one |
+//! | `matrix` | matrices in a model's storage, and tasks that share a product |
+//! | `pass` | sequences, layer by layer |
 
 mod kernels;
 mod matrix;
+mod pass;
+mod rows;
 
 use burn::nn::Linear;
 use headq::{AttentionSite, DecodeAttention};
@@ -41,6 +54,8 @@ pub struct Decoder {
     head: Option<Layer>,
     inverse_frequencies: Vec<f64>,
     scratch: Scratch,
+    /// Of passes, empty before the first.
+    rows: pass::Rows,
 }
 
 #[derive(Clone, Debug)]
@@ -95,6 +110,11 @@ impl Layer {
     /// Into `y`, or added `onto` it.
     fn apply(&self, x: &[f32], y: &mut [f32], onto: bool, parts: &mut [f32]) {
         self.weight.multiply(x, self.bias.as_deref(), y, onto, parts);
+    }
+
+    /// The same of many vectors.
+    fn apply_all(&self, x: &[f32], y: &mut [f32], onto: bool) {
+        self.weight.multiply_many(x, self.bias.as_deref(), y, onto);
     }
 }
 
@@ -163,6 +183,7 @@ impl Decoder {
             head,
             inverse_frequencies: model.inverse_frequencies.clone(),
             scratch,
+            rows: pass::Rows::default(),
             config,
         })
     }
@@ -193,13 +214,7 @@ impl Decoder {
         position: usize,
         attention: &mut dyn DecodeAttention,
     ) -> Result<&[f32], ModelError> {
-        let vocab = self.config.vocab_size;
-        if token as usize >= vocab {
-            return Err(ModelError::TokenOutOfRange { token, position, vocab });
-        }
-        if let Some(limit) = self.config.position_limit().filter(|limit| position >= *limit) {
-            return Err(ModelError::ContextTooLong { needed: position + 1, limit });
-        }
+        self.check(token, position)?;
         self.embed(token, position);
         for layer in 0..self.blocks.len() {
             self.attend(layer, position, attention);
@@ -214,7 +229,19 @@ impl Decoder {
         Ok(&self.scratch.logits)
     }
 
-    /// The final hidden state of the last step, after the last normalisation: `[hidden]`.
+    /// Fails for a token outside the vocabulary and where the model has no such position.
+    fn check(&self, token: u32, position: usize) -> Result<(), ModelError> {
+        let vocab = self.config.vocab_size;
+        if token as usize >= vocab {
+            return Err(ModelError::TokenOutOfRange { token, position, vocab });
+        }
+        match self.config.position_limit().filter(|limit| position >= *limit) {
+            Some(limit) => Err(ModelError::ContextTooLong { needed: position + 1, limit }),
+            None => Ok(()),
+        }
+    }
+
+    /// The final hidden state of the last step, or of the last token of a pass, after the last normalisation: `[hidden]`.
     pub fn hidden(&self) -> &[f32] {
         &self.scratch.normed
     }
@@ -225,10 +252,7 @@ impl Decoder {
         if let Some(positions) = &self.positions {
             positions.row(position, x, true);
         }
-        for ((cos, sin), frequency) in cos.iter_mut().zip(sin).zip(&self.inverse_frequencies) {
-            let (s, c) = (position as f64 * frequency).sin_cos();
-            (*cos, *sin) = (c as f32, s as f32);
-        }
+        angles_at(&self.inverse_frequencies, position, cos, sin);
     }
 
     /// Adds a layer's attention to the residual stream. Where both branches read the same stream, the MLP's input is taken first.
@@ -263,6 +287,14 @@ impl Decoder {
             multiply(activated, up);
         }
         block.mlp_out.apply(activated, x, true, parts);
+    }
+}
+
+/// Cosines and sines of a position's angles.
+fn angles_at(inverse_frequencies: &[f64], position: usize, cos: &mut [f32], sin: &mut [f32]) {
+    for ((cos, sin), frequency) in cos.iter_mut().zip(sin).zip(inverse_frequencies) {
+        let (s, c) = (position as f64 * frequency).sin_cos();
+        (*cos, *sin) = (c as f32, s as f32);
     }
 }
 

@@ -449,6 +449,8 @@ pub fn evaluation(shape: Shape) -> Evaluation {
         add_bos: true,
         texts: vec![text("texts/wiki.test.raw"), text("texts/code.test.txt")],
         overlap: Some(Overlaps::default()),
+        pass: Some("packed".into()),
+        cache_dtype: Some("f32".into()),
         schemes: perplexity().rows.into_iter().map(|row| row.result).take(12).collect(),
         dense_seconds: None,
     }
