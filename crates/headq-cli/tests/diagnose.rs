@@ -537,7 +537,8 @@ fn keys_that_are_zero_lose_nothing_and_decide_nothing() {
     let verdicts = diagnosis.judgements().map(|j| j.unwrap().verdict);
     assert_eq!(verdicts, [Verdict::Inconclusive; 7]);
     assert!(diagnosis.metric.unwrap().points.iter().all(|p| [p.mse, p.fisher, p.kl, p.output_error] == [0.0; 4]));
-    assert_eq!(diagnosis.bases.unwrap().base.nll_minus_dense, 0.0);
+    // Up to what two passes round differently.
+    assert!(diagnosis.bases.unwrap().base.nll_minus_dense.abs() < 1e-6);
 }
 
 #[test]

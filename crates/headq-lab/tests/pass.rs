@@ -6,9 +6,10 @@ use burn::tensor::Device;
 use headq::scheme::BaseScheme;
 use headq::{DenseType, PackedCache};
 use headq_lab::evaluate::{Sources, head_shape};
+use headq_lab::pass::{Pass, PassName};
 use headq_lab::text::{TextInfo, Windows};
-use headq_lab::{Silent, calibrate};
-use headq_models::{Decoder, LoadOptions, LoadedModel, load};
+use headq_lab::{LabError, Silent, calibrate};
+use headq_models::{Decoder, LanguageModel, LoadOptions, LoadedModel, load};
 
 /// Learned positions, both branches on one stream, rotary positions, a sliding window, biases.
 const MODELS: [&str; 5] = ["gpt2", "pythia", "llama-untied", "mistral-sw16", "qwen2-tied"];
@@ -85,6 +86,21 @@ fn packed_passes_have_the_bits_of_decode_steps() {
                 }
             }
         }
+    }
+}
+
+/// A model under autodiff is not plain memory, as one on another device is not.
+#[test]
+fn models_elsewhere_go_through_tensors() {
+    let (here, config) = (open("gpt2"), open("gpt2").config().clone());
+    let elsewhere = LanguageModel::init(&config, &Device::flex().autodiff());
+    let choose = |asked, dense, model: &LanguageModel| Pass::choose(asked, dense, model, "cuda:1");
+    assert_eq!(choose(None, None, &here.model).expect("a pass"), Pass::Packed(DenseType::F32));
+    assert_eq!(choose(Some(PassName::Tensors), None, &here.model).expect("a pass"), Pass::Tensors);
+    assert_eq!(choose(None, None, &elsewhere).expect("a pass"), Pass::Tensors);
+    for (asked, dense) in [(Some(PassName::Packed), None), (None, Some(DenseType::F16))] {
+        let error = choose(asked, dense, &elsewhere).expect_err("there is no packed pass");
+        assert!(matches!(&error, LabError::Usage(e) if e.contains("cuda:1") && e.contains("flex")), "{error}");
     }
 }
 
