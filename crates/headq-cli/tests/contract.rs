@@ -398,7 +398,14 @@ fn statistics_are_as_documented() {
     }
     assert_eq!(header["texts"][0]["path"], "calibration.txt");
     assert_eq!(header["texts"][0]["sha256"].as_str().unwrap().len(), 64);
-    assert_eq!(tensors.len(), 12);
+    assert_eq!(tensors.len(), 13);
+    let (dtype, shape, bytes) = &tensors["output"];
+    assert_eq!((*dtype, shape.as_slice()), (Dtype::F64, &[3, 2, 16, 16][..]));
+    let output: Vec<f64> = bytes.as_chunks::<8>().0.iter().map(|b| f64::from_le_bytes(*b)).collect();
+    for gram in output.chunks(256) {
+        assert!((0..16).all(|i| gram[i * 17] > 0.0), "every channel is read");
+        (0..256).for_each(|at| assert_eq!(gram[at], gram[at % 16 * 16 + at / 16], "output is symmetric"));
+    }
     for (name, heads, count) in [("q", 8, 128), ("k", 2, 128), ("e", 2, 128), ("v", 2, 128)] {
         let get = |part: &str, dtype: Dtype, shape: &[usize]| {
             let (found, s, bytes) = &tensors[&format!("{name}.{part}")];

@@ -464,6 +464,34 @@ mod tests {
     }
 
     #[test]
+    fn what_a_scheme_needs_and_statistics_lack_is_named() {
+        let mut stats = LayerStats::new(2, 1, 2);
+        let rows = [1.0f32, 2.0, 3.0, -1.0];
+        stats.add(&rows, &rows, &[], &rows);
+        let check = |stats: &LayerStats, scheme: &str| {
+            KeyStatistics::of(std::slice::from_ref(stats)).unwrap().check(&scheme.parse().unwrap())
+        };
+        for (scheme, lacks) in [
+            ("klt-2(metric=fisher)", "no gradients"),
+            ("dense/klt-2", "no gradients"),
+            ("klt-2/klt-2(metric=output)", "no output projection"),
+        ] {
+            let error = check(&stats, scheme).unwrap_err().to_string();
+            assert!(error.contains(lacks) && error.contains(scheme.split(['-', '/']).next().unwrap()), "{error}");
+        }
+        assert!(check(&stats, "klt-2/channel-2").is_ok());
+        stats.output = Some(vec![DMatrix::identity(2, 2)]);
+        assert!(check(&stats, "dense/klt-2(metric=output)").is_ok());
+        assert!(check(&stats, "dense/klt-2(metric=fisher)").is_err());
+        // As `merge` meets them: what is of the model and not of the text is kept from whichever has it.
+        let mut merged = LayerStats::new(2, 1, 2);
+        merged.merge(&stats);
+        assert_eq!(merged.output, stats.output);
+        stats.output = Some(vec![DMatrix::from_element(2, 2, f64::NAN)]);
+        assert!(!stats.is_finite());
+    }
+
+    #[test]
     fn key_statistics_hold_what_each_kv_head_is_read_by() {
         let mut stats = LayerStats::new(4, 2, 2);
         let q = [1.0f32, 2.0, 3.0, -1.0, 0.5, 0.0, 2.0, 2.0];
