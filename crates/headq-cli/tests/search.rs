@@ -182,3 +182,40 @@ fn what_is_no_searchs_is_not_overwritten() {
     world.write("scheme.json.partial", "{\"mine\": 1}");
     refused(&world, &search("2", "scheme.json"), "is not what a search left behind");
 }
+
+/// Values that are transformed take statistics whatever their keys are, in every command that evaluates schemes.
+#[test]
+fn transformed_values_are_evaluated_beside_any_keys() {
+    let world = world();
+    let values = ["dense/klt-2(g=8,r=8)", "dense/klt-2(g=8,r=8,metric=output)", "kivi-2(g=8,r=8)/klt-2(metric=output)"];
+    let schemes: Vec<&str> = values.iter().flat_map(|scheme| ["--scheme", *scheme]).collect();
+    let text = ["--text", "other.txt", "--context", "48", "--windows", "2"];
+    let sweep = [&["sweep", "model", "--only-schemes"][..], &text, &schemes].concat();
+    for (out, from) in
+        [("given", ["--stats", "stats.safetensors"]), ("made", ["--calibration-text", "calibration.txt"])]
+    {
+        let found = world.prints(&[&sweep[..], &from, &["--out", out]].concat());
+        assert_eq!(found["rows"].as_array().unwrap().len(), 3, "{out}: {}", found["left_out"]);
+    }
+    // In a run, alone, too.
+    for (i, scheme) in values.iter().enumerate() {
+        let config = format!(
+            "name = \"values\"\nmodel = \"model\"\n[calibrate]\ntext = \"calibration.txt\"\ncontext = 48\nwindows = 4\n\
+             [eval]\ntext = \"other.txt\"\ncontext = 48\nwindows = 2\nschemes = [\"{scheme}\"]\n"
+        );
+        world.write("values.toml", config);
+        let found = world.prints(&["run", "values.toml", "--out", &format!("run-{i}")]);
+        let row = &found["schemes"][1];
+        assert!(row["value_bits"].as_f64().unwrap() < 6.1 && row["nll"].is_f64(), "{scheme}: {row}");
+    }
+}
+
+#[test]
+fn statistics_without_gradients_are_refused_by_name() {
+    let world = World::new(GQA);
+    world.succeeds(&[&CALIBRATE[..10], &CALIBRATE[11..]].concat());
+    for more in [&[][..], &["--keys-only"]] {
+        let args = [&search("2.25", "scheme.json")[..], more].concat();
+        refused(&world, &args, "stats.safetensors: statistics of keys: they hold no gradients");
+    }
+}

@@ -469,13 +469,15 @@ impl<'a> File<'a> {
     }
 
     fn bytes(&self, name: &str, dtype: Dtype, shape: &[usize]) -> Result<&[u8], LabError> {
-        let tensor =
-            self.tensors.tensor(name).map_err(|_| artifact_error(self.path, format!("tensor '{name}' is missing")))?;
+        let tensor = self
+            .tensors
+            .tensor(name)
+            .map_err(|_| artifact_error(self.path, format!("tensor '{name}' is missing; make it again")))?;
         if tensor.dtype() != dtype || tensor.shape() != shape {
             let found = format!("{:?} {:?}", tensor.dtype(), tensor.shape());
             return Err(artifact_error(
                 self.path,
-                format!("tensor '{name}': expected {dtype:?} {shape:?}, found {found}"),
+                format!("tensor '{name}': expected {dtype:?} {shape:?}, found {found}; make it again"),
             ));
         }
         Ok(self.tensors.tensor(name).map_err(|_| artifact_error(self.path, "unreadable"))?.data())

@@ -541,12 +541,11 @@ impl Request<'_> {
         measured: &[PlannedScheme],
         observer: &dyn Observer,
     ) -> Result<DensePart, LabError> {
-        if self.decodes() {
-            let nll = self.scheme_losses(what, &PlannedScheme::dense(), observer)?;
-            return Ok(DensePart { nll, diagnostics: Vec::new() });
-        }
-        let mut part = self.dense_tensors(what, measured, observer)?;
-        if self.pass.takes_dense(self.model) {
+        let mut part = match measured.is_empty() && self.pass != Pass::Tensors {
+            true => DensePart::default(),
+            false => self.dense_tensors(what, measured, observer)?,
+        };
+        if part.nll.is_empty() || !self.pass.takes_dense_from_tensors(self.model) {
             part.nll = self.scheme_losses(what, &PlannedScheme::dense(), observer)?;
         }
         Ok(part)

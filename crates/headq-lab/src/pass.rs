@@ -107,13 +107,13 @@ impl Pass {
         if self.cache_type().is_some() { schemes } else { &[] }
     }
 
-    /// Whether the dense model's losses are taken in this way, too. Where weights are halves, products of tensors round activations to
-    /// halves and decode steps do not, which is no difference that a scheme makes.
-    pub(crate) fn takes_dense(self, model: &LanguageModel) -> bool {
+    /// Whether the dense model's losses may be those of the pass through tensors that its diagnostics are taken on: they are the same but
+    /// for rounding, to 1e-7 nats. Where weights are halves they are not, as products of tensors then round activations to halves.
+    pub(crate) fn takes_dense_from_tensors(self, model: &LanguageModel) -> bool {
         match self {
-            Self::Tensors => false,
-            Self::Packed(_) => model.has_half_weights(),
-            Self::Decode(_) => true,
+            Self::Tensors => true,
+            Self::Packed(dense) => dense == DenseType::F32 && !model.has_half_weights(),
+            Self::Decode(_) => false,
         }
     }
 }

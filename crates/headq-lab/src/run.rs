@@ -8,7 +8,7 @@ use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 
 use headq::device::{DeviceName, Precision};
-use headq::scheme::{BaseScheme, Family, Scheme};
+use headq::scheme::{BaseScheme, Family, Metric, Scheme};
 use headq_hub::HubName;
 use headq_models::{Fingerprint, LoadOptions, LoadedModel, ModelError, Tokenizer, load};
 use serde::{Deserialize, Serialize};
@@ -587,8 +587,10 @@ pub(crate) fn bases_to_calibrate(schemes: &[Scheme]) -> Vec<BaseScheme> {
     }
     let needs = |s: &&Scheme| s.side().is_some() || s.needs_statistics();
     let any = schemes.iter().find(needs).and_then(|s| {
+        // What reads values is of the model: keys are calibrated as they are by default.
+        let metric = |m: Metric| if m == Metric::Output { Metric::default() } else { m };
         let values = s.value.and_then(|value| value.as_keys(s.key.as_ref()));
-        s.key.map(|key| key.base).or(values)
+        s.key.map(|key| key.base).or(values.map(|base| BaseScheme { metric: metric(base.metric), ..base }))
     });
     match (bases.is_empty(), any) {
         (true, Some(base)) => vec![base],
@@ -1006,6 +1008,9 @@ mod tests {
         let bases =
             |texts: &[&str]| bases_to_calibrate(&parse(texts)).iter().map(ToString::to_string).collect::<Vec<_>>();
         assert!(bases(&["dense", "kivi-2"]).is_empty());
+        assert_eq!(bases(&["dense/klt-2(metric=output)"]), ["klt-2(g=32,r=32)"]);
+        assert_eq!(bases(&["dense/klt-2"]), ["klt-2(g=32,r=32,metric=fisher)"]);
+        assert_eq!(bases(&["kivi-2/klt-2(metric=output)"]), ["kivi-2(g=32,r=32)"]);
         assert_eq!(bases(&["kivi-2+query-pca(rank=4,bits=4)", "kivi-3+random(rank=4,bits=4)"]), ["kivi-2(g=32,r=32)"]);
         assert_eq!(
             bases(&[

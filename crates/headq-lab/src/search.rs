@@ -293,6 +293,16 @@ impl Request<'_> {
         )
     }
 
+    /// Whether the statistics hold what schemes of this search need.
+    ///
+    /// # Errors
+    /// [`headq::Error::Keys`] saying what they lack.
+    pub fn check(&self) -> Result<(), headq::Error> {
+        let key = KeyScheme { base: self.base(), side: None };
+        let value = (self.coded == Coded::KeysAndValues).then(|| self.value(Policy::Klt, Bits::whole(1), Pool::Model));
+        self.keys.check(&Scheme { key: Some(key), value })
+    }
+
     /// Searches; measurements are kept in `kept` until the end, and taken up from there.
     ///
     /// # Errors
@@ -300,8 +310,8 @@ impl Request<'_> {
     pub fn run(&self, kept: &Path, observer: &dyn Observer) -> Result<Found, LabError> {
         let heads = self.keys.moments.len();
         let mut factors = Factors([vec![1.0; heads], vec![1.0; heads]]);
+        self.check()?;
         let (mut scheme, _) = self.allocated(&factors, self.bits);
-        self.keys.check(&scheme)?;
         let dense = self.dense(observer)?;
         let mut kept = Kept::open(kept, &self.identity)?;
         let mut steps: Vec<Step> = Vec::new();

@@ -56,6 +56,7 @@ pub fn run(context: &Context, args: &Search) -> Result<(), LabError> {
         threads: context.threads,
         identity: decides.to_string(),
     };
+    request.check().map_err(fail)?;
     let mut kept = args.out.clone().into_os_string();
     kept.push(".partial");
     let found = request.run(&PathBuf::from(kept), &context.bars)?;

@@ -317,11 +317,7 @@ impl Job<'_> {
                 "scheme '{scheme}': windows of {context} tokens are read dense throughout; give a context of at least {least}"
             )));
         }
-        // Values that are not transformed need nothing, so that keys are looked at once.
-        let keys = match scheme.value.is_some_and(|v| v.policy == Policy::Klt) {
-            true => *scheme,
-            false => Scheme { value: None, ..*scheme },
-        };
+        let keys = planned_for(scheme);
         let look = || match sources.plan(&keys.to_string(), self.config(), self.request.seed) {
             Ok(_) => Ok(true),
             Err(error) => self.calibrates(scheme, error).map(|()| false),
@@ -336,8 +332,9 @@ impl Job<'_> {
     /// Fails where statistics of the calibration text would not serve a scheme that no given artifact serves.
     fn calibrates(&self, scheme: &Scheme, error: LabError) -> Result<(), LabError> {
         let learned = scheme.side().is_some_and(|side| side.family == Family::Learned);
-        match (scheme.key, self.calibration.first().and_then(|t| t.windows.first())) {
-            (Some(key), Some(window)) if !learned => check_base(&key.base, window.len(), self.config().head_dim),
+        let bases = bases_to_calibrate(&[*scheme]);
+        match (bases.first(), self.calibration.first().and_then(|t| t.windows.first())) {
+            (Some(base), Some(window)) if !learned => check_base(base, window.len(), self.config().head_dim),
             _ => Err(error),
         }
     }
@@ -469,11 +466,11 @@ impl Job<'_> {
         let scorer = Scorer { request: self.request, observer: &overall };
         let shape = head_shape(self.config());
         let mut rows = Vec::new();
-        // Keys only, as schemes that share their keys follow one another, and statistics are large.
+        // Schemes that are planned alike follow one another, and statistics are large.
         let mut last: Option<(String, PlannedScheme)> = None;
         for (i, candidate) in candidates.iter().enumerate() {
             let scheme: Scheme = candidate.canonical.parse()?;
-            let keys = Scheme { value: None, ..scheme }.to_string();
+            let keys = planned_for(&scheme).to_string();
             if last.as_ref().is_none_or(|(own, _)| *own != keys) {
                 last = Some((keys.clone(), sources.plan(&keys, self.config(), self.request.seed)?));
             }
@@ -507,6 +504,14 @@ impl Job<'_> {
             }
         }
         Ok(rows)
+    }
+}
+
+/// What of a scheme decides which statistics and basis it is given: values that are not transformed need none.
+fn planned_for(scheme: &Scheme) -> Scheme {
+    match scheme.value.is_some_and(|v| v.policy == Policy::Klt) {
+        true => *scheme,
+        false => Scheme { value: None, ..*scheme },
     }
 }
 
