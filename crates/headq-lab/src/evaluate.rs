@@ -447,7 +447,13 @@ impl Request<'_> {
         // The clock needs a dense pass of its own; otherwise diagnostics are taken on the one that is run anyway.
         let dense_seconds = self
             .timings
-            .then(|| timed(|| self.dense_pass("dense", &[], observer)))
+            .then(|| {
+                timed(|| match self.pass {
+                    Pass::Decode(_) => self.dense_pass("dense", &[], observer),
+                    // As diagnostics are taken on it.
+                    Pass::Tensors | Pass::Packed(_) => self.dense_tensors("dense", &[], observer),
+                })
+            })
             .transpose()?
             .map(|(_, seconds)| seconds);
         let mut results = Vec::new();
